@@ -1,0 +1,158 @@
+"""What CUDA will be asked to do for a copy, from shapes, strides and dtypes alone: no GPU needed.
+
+The rules are PyTorch's (aten/src/ATen/native/cuda/Copy.cu, ForeachBinaryOpList.cu, MultiTensorApply.cuh,
+ForeachUtils.h), for CUDA builds of torch 2.6 and later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lib.grouped_copy import FUSED_DTYPES, SAME_WIDTH_INT, same_dense_layout
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One piece of work that the host puts on a CUDA stream.
+
+    kind: "memcpy" (driver memcpy), "elementwise" (PyTorch's copy kernel), "foreach" (fused multi-tensor
+        kernel), "fused" (one Triton kernel), "fill", or "graph" (a graph replay).
+    n_copies: how many pairs it serves; 1 except for fused kernels.
+    bytes: bytes written to destinations.
+    reason: why it takes this way.
+    call: the host call it comes from: "copy_", "foreach", "foreach_slow" (the loop of `copy_` inside one
+        foreach call), "fill_", "triton" or "graph".
+    """
+
+    kind: str
+    n_copies: int
+    bytes: int
+    reason: str
+    call: str = "copy_"
+
+
+@dataclass(frozen=True)
+class ForeachLimits:
+    """What one multi-tensor launch over two lists can hold (MultiTensorApply.cuh)."""
+
+    tensors: int = 64
+    chunks: int = 320
+    chunk_elements: int = 65_536
+
+
+SMALL_ARGUMENTS = ForeachLimits()  # 4 KB of kernel arguments
+LARGE_ARGUMENTS = ForeachLimits(tensors=448, chunks=2_240)  # 32 KB, pytorch pull request 178641
+
+
+def foreach_limits() -> ForeachLimits:
+    """The limits of the installed build: 32 KB of kernel arguments for CUDA 13 from torch 2.12 on, else 4 KB.
+
+    The release is inferred from the pull request's date; `lib.record` tells on a GPU whether it holds.
+    """
+    release = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    cuda = int((torch.version.cuda or "0").split(".")[0])
+    return LARGE_ARGUMENTS if cuda >= 13 and release >= (2, 12) else SMALL_ARGUMENTS
+
+
+def memcpy_eligible(dst: Tensor, src: Tensor) -> bool:
+    """Whether `dst.copy_(src)` on one CUDA device is a driver memcpy rather than a kernel.
+
+    Same dtype, neither side with a conj/neg bit that the other lacks, and both contiguous once dimensions are
+    merged and reordered (Copy.cu, `copy_device_to_device`).
+    """
+    return _why_no_memcpy(dst, src) is None
+
+
+def copy_launch(dst: Tensor, src: Tensor, call: str = "copy_") -> Launch | None:
+    """The launch of `dst.copy_(src)` on one CUDA device; None where there is none.
+
+    Nothing is launched for zero elements, nor for a memcpy onto itself. (An elementwise kernel over more than
+    2**31 elements is split into several; that is not modelled.)
+    """
+    if dst.numel() == 0 or dst is src:
+        return None
+    obstacle = _why_no_memcpy(dst, src)
+    if obstacle is not None:
+        return Launch("elementwise", 1, dst.nbytes, obstacle, call)
+    if dst.device.type != "meta" and dst.data_ptr() == src.data_ptr():
+        return None
+    return Launch("memcpy", 1, dst.nbytes, "same dtype, both contiguous", call)
+
+
+def fill_launch(dst: Tensor) -> Launch | None:
+    """The launch of `dst.fill_(value)` or `dst.zero_()` on CUDA; None for zero elements."""
+    return Launch("fill", 1, dst.nbytes, "one fill", "fill_") if dst.numel() else None
+
+
+def foreach_launches(
+    dsts: Sequence[Tensor], srcs: Sequence[Tensor], limits: ForeachLimits | None = None
+) -> list[Launch]:
+    """The launches of one `torch._foreach_copy_(dsts, srcs)` call on one CUDA device.
+
+    Raises:
+        NotImplementedError: as the fused kernel does for a dtype that it is not built for.
+        RuntimeError: for empty lists, as PyTorch does.
+    """
+    if not dsts or len(dsts) != len(srcs):
+        raise RuntimeError(
+            f"_foreach_copy_ takes lists of one length above 0, got {len(dsts)} and {len(srcs)}"
+        )
+    obstacle = _why_slow_path(dsts, srcs)
+    if obstacle is not None:
+        launches = [copy_launch(dst, src, "foreach_slow") for dst, src in zip(dsts, srcs)]
+        return [replace(launch, reason=f"slow path: {obstacle}") for launch in launches if launch is not None]
+    for t in (dsts[0], srcs[0]):
+        if t.dtype not in FUSED_DTYPES and t.dtype not in SAME_WIDTH_INT:
+            raise NotImplementedError(f'"foreach_tensor_copy" not implemented for {t.dtype}')
+    return _chunked_launches(dsts, limits or foreach_limits())
+
+
+def _chunked_launches(dsts: Sequence[Tensor], limits: ForeachLimits) -> list[Launch]:
+    """Follow multi_tensor_apply: a launch goes out when its table of tensors or of chunks is full."""
+    reason = f"one fused kernel for {dsts[0].dtype} destinations"
+    launches: list[Launch] = []
+    tensors, chunks, elements = 0, 0, 0
+    for dst in dsts:
+        n_chunks = -(-dst.numel() // limits.chunk_elements)
+        tensors += n_chunks > 0
+        for chunk in range(n_chunks):
+            last = chunk == n_chunks - 1
+            chunks += 1
+            elements += dst.numel() - chunk * limits.chunk_elements if last else limits.chunk_elements
+            if chunks == limits.chunks or (last and tensors == limits.tensors):
+                launches.append(Launch("foreach", tensors, elements * dst.element_size(), reason, "foreach"))
+                tensors, chunks, elements = (0 if last else 1), 0, 0
+    if chunks:
+        launches.append(Launch("foreach", tensors, elements * dsts[0].element_size(), reason, "foreach"))
+    return launches
+
+
+def _why_no_memcpy(dst: Tensor, src: Tensor) -> str | None:
+    if dst.dtype != src.dtype:
+        return f"converts {src.dtype} to {dst.dtype}"
+    if dst.is_conj() != src.is_conj() or dst.is_neg() != src.is_neg():
+        return "a conjugate or negative view on one side only"
+    if dst.shape != src.shape:
+        return f"broadcasts {tuple(src.shape)} to {tuple(dst.shape)}"
+    if not same_dense_layout(dst, src):
+        return f"not contiguous as a pair: strides {dst.stride()} and {src.stride()}"
+    return None
+
+
+def _why_slow_path(dsts: Sequence[Tensor], srcs: Sequence[Tensor]) -> str | None:
+    """What keeps a call off the fused kernel (ForeachUtils.h `can_use_fast_route`, dtypes as of 2026)."""
+    for i, (dst, src) in enumerate(zip(dsts, srcs)):
+        for t, first, side in ((dst, dsts[0], "destination"), (src, srcs[0], "source")):
+            if t.device != dsts[0].device:
+                return f"pair {i}: {side} on {t.device}, the first destination on {dsts[0].device}"
+            if t.dtype != first.dtype:
+                return f"pair {i}: {side} is {t.dtype}, the first {first.dtype}"
+        if dst.shape != src.shape:
+            return f"pair {i}: shapes {tuple(dst.shape)} and {tuple(src.shape)}"
+        if not same_dense_layout(dst, src):
+            return f"pair {i}: strides {dst.stride()} and {src.stride()}"
+    return None
