@@ -67,7 +67,13 @@ def grouped_foreach_copy_(
         ValueError: as `check_pairs`; nothing has been written then.
     """
     check_pairs(dsts, srcs, names)
-    groups, singles = group_pairs(dsts, srcs)
+    copy_groups(dsts, srcs, *group_pairs(dsts, srcs))
+
+
+def copy_groups(
+    dsts: Sequence[Tensor], srcs: Sequence[Tensor], groups: Sequence[Sequence[int]], singles: Sequence[int]
+) -> None:
+    """Copy each group by one `_foreach_copy_` and each single by `copy_`; nothing is checked here."""
     for group in groups:
         group_dsts, group_srcs = [dsts[i] for i in group], [srcs[i] for i in group]
         dtype = SAME_WIDTH_INT.get(group_dsts[0].dtype)

@@ -1,28 +1,30 @@
 """The named ways to fill static buffers from a step's inputs, in the order in which the notebooks tell them.
 
-A strategy is called with destinations and sources and performs the copies; its `launches` says what CUDA would
-be asked to do for them, on any device. Both check their input first (`grouped_copy.check_pairs`), so an error
-leaves every destination as it was.
+A strategy is called with destinations and sources and performs the copies; its `launches` says what CUDA
+would be asked to do for them, on any device. Both check their input first (`grouped_copy.check_pairs`), so an
+error leaves every destination as it was.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from lib.grouped_copy import check_pairs, group_pairs, grouped_foreach_copy_
+from lib.grouped_copy import check_pairs, copy_groups, group_pairs
 from lib.routes import Launch, copy_launch, foreach_launches, memcpy_eligible
 
 Tensors = Sequence[Tensor]
 Names = Sequence[str] | None
+Routes = tuple[list[list[int]], list[int]]  # pairs for one foreach call each, and pairs for `copy_`
 
-# A fused kernel copies a chunk of 65,536 elements with one block, at about the rate of one multiprocessor: tens
-# of GB/s, so 2 to 3 us for 64 KiB, which is what a memcpy of its own costs (4.6 us of host time on a V100,
-# 1.3 us on the device). A first estimate: the crossover recorded on a device replaces it.
+# A fused kernel copies a chunk of 65,536 elements with one block, at about the rate of one multiprocessor:
+# tens of GB/s, so 2 to 3 us for 64 KiB, which is what a memcpy of its own costs (4.6 us of host time on a
+# V100, 1.3 us on the device). A first estimate: the crossover recorded on a device replaces it.
 DEFAULT_DMA_BYTES = 64 * 1024
 
 
@@ -41,20 +43,58 @@ class Strategy(Protocol):
 
 
 @dataclass(frozen=True)
-class PerCopy:
-    """One `copy_()` a pair: SGLang before pull request 28465, and most engines today."""
+class RoutedCopy:
+    """A strategy that only has to decide which pairs share a foreach call and which go by `copy_`."""
 
-    name: ClassVar[str] = "per_copy"
+    name: str
+    route: Callable[[Tensors, Tensors], Routes]
     large_outside: ClassVar[bool] = False
 
     def __call__(self, dsts: Tensors, srcs: Tensors, names: Names = None) -> None:
         check_pairs(dsts, srcs, names)
-        for dst, src in zip(dsts, srcs):
-            dst.copy_(src)
+        copy_groups(dsts, srcs, *self.route(dsts, srcs))
 
     def launches(self, dsts: Tensors, srcs: Tensors, names: Names = None) -> list[Launch]:
         check_pairs(dsts, srcs, names)
-        return _copy_launches(dsts, srcs, range(len(dsts)))
+        groups, singles = self.route(dsts, srcs)
+        launches: list[Launch] = []
+        for group in groups:
+            launches += foreach_launches([dsts[i] for i in group], [srcs[i] for i in group])
+        copies = (copy_launch(dsts[i], srcs[i]) for i in singles)
+        return launches + [copy for copy in copies if copy is not None]
+
+
+def per_copy(dsts: Tensors, srcs: Tensors) -> Routes:
+    """One `copy_()` a pair: SGLang before pull request 28465, and most engines today."""
+    return [], list(range(len(dsts)))
+
+
+def grouped_foreach(dsts: Tensors, srcs: Tensors) -> Routes:
+    """One `_foreach_copy_` per dtype pair, every field inside, `hidden_states` too."""
+    return group_pairs(dsts, srcs)
+
+
+def grouped_foreach_dma(dsts: Tensors, srcs: Tensors, dma_bytes: int = DEFAULT_DMA_BYTES) -> Routes:
+    """Small pairs grouped, the rest by `copy_`: the design of pull request 28465.
+
+    By `copy_` goes a pair that is eligible for a driver memcpy and has `dma_bytes` or more, and one that is
+    alone in its dtype group, for which a fused kernel would save nothing.
+    """
+    groups, singles = group_pairs(dsts, srcs)
+    kept = []
+    for group in groups:
+        small = [i for i in group if dsts[i].nbytes < dma_bytes or not memcpy_eligible(dsts[i], srcs[i])]
+        if len(small) > 1:
+            kept.append(small)
+            singles += [i for i in group if i not in small]
+        else:
+            singles += group
+    return kept, sorted(singles)
+
+
+def with_dma_bytes(dma_bytes: int) -> RoutedCopy:
+    """`grouped_foreach_dma` with another size, in bytes, from which a pair goes by driver memcpy."""
+    return RoutedCopy("grouped_foreach_dma", partial(grouped_foreach_dma, dma_bytes=dma_bytes))
 
 
 @dataclass(frozen=True)
@@ -85,67 +125,8 @@ class Uint8View:
         for name, dst, src in zip(names, dsts, srcs):
             if dst.dtype != src.dtype:
                 raise ValueError(f"{name}: bytes cannot convert, expected {dst.dtype}, got {src.dtype}")
-        return [_as_bytes(*pair) for pair in zip(names, dsts)], [
-            _as_bytes(*pair) for pair in zip(names, srcs)
-        ]
-
-
-@dataclass(frozen=True)
-class GroupedForeach:
-    """One `_foreach_copy_` per dtype pair, every field inside, `hidden_states` too."""
-
-    name: ClassVar[str] = "grouped_foreach"
-    large_outside: ClassVar[bool] = False
-
-    def __call__(self, dsts: Tensors, srcs: Tensors, names: Names = None) -> None:
-        grouped_foreach_copy_(dsts, srcs, names)
-
-    def launches(self, dsts: Tensors, srcs: Tensors, names: Names = None) -> list[Launch]:
-        check_pairs(dsts, srcs, names)
-        return _grouped_launches(dsts, srcs, range(len(dsts)))
-
-
-@dataclass(frozen=True)
-class GroupedForeachDma:
-    """Small pairs grouped, the rest by `copy_`: the design of pull request 28465.
-
-    By `copy_` goes a pair that is eligible for a driver memcpy and has `dma_bytes` or more, and one that is
-    alone in its dtype group, for which a fused kernel would save nothing.
-    """
-
-    dma_bytes: int = DEFAULT_DMA_BYTES
-    name: ClassVar[str] = "grouped_foreach_dma"
-    large_outside: ClassVar[bool] = False
-
-    def __call__(self, dsts: Tensors, srcs: Tensors, names: Names = None) -> None:
-        check_pairs(dsts, srcs, names)
-        grouped, alone = self._split(dsts, srcs)
-        grouped_foreach_copy_([dsts[i] for i in grouped], [srcs[i] for i in grouped])
-        for i in alone:
-            dsts[i].copy_(srcs[i])
-
-    def launches(self, dsts: Tensors, srcs: Tensors, names: Names = None) -> list[Launch]:
-        check_pairs(dsts, srcs, names)
-        grouped, alone = self._split(dsts, srcs)
-        return _grouped_launches(dsts, srcs, grouped) + _copy_launches(dsts, srcs, alone)
-
-    def _split(self, dsts: Tensors, srcs: Tensors) -> tuple[list[int], list[int]]:
-        """Indices of the pairs that go grouped, and of those that go by `copy_`."""
-        groups, alone = group_pairs(dsts, srcs)
-        grouped: list[int] = []
-        for group in groups:
-            small = [i for i in group if not self._by_memcpy(dsts[i], srcs[i])]
-            (grouped if len(small) > 1 else alone).extend(small)
-            alone.extend(i for i in group if i not in small)
-        return grouped, sorted(alone)
-
-    def _by_memcpy(self, dst: Tensor, src: Tensor) -> bool:
-        return dst.nbytes >= self.dma_bytes and memcpy_eligible(dst, src)
-
-
-STRATEGIES: dict[str, Strategy] = {
-    strategy.name: strategy for strategy in (PerCopy(), Uint8View(), GroupedForeach(), GroupedForeachDma())
-}
+        byte_dsts = [_as_bytes(name, dst) for name, dst in zip(names, dsts)]
+        return byte_dsts, [_as_bytes(name, src) for name, src in zip(names, srcs)]
 
 
 def _as_bytes(name: str, t: Tensor) -> Tensor:
@@ -155,16 +136,9 @@ def _as_bytes(name: str, t: Tensor) -> Tensor:
         raise RuntimeError(f"{name}: {error}") from error
 
 
-def _copy_launches(dsts: Tensors, srcs: Tensors, indices: Sequence[int]) -> list[Launch]:
-    launches = (copy_launch(dsts[i], srcs[i]) for i in indices)
-    return [launch for launch in launches if launch is not None]
-
-
-def _grouped_launches(dsts: Tensors, srcs: Tensors, indices: Sequence[int]) -> list[Launch]:
-    """The launches of `grouped_foreach_copy_` on some of the pairs."""
-    dsts, srcs = [dsts[i] for i in indices], [srcs[i] for i in indices]
-    groups, singles = group_pairs(dsts, srcs)
-    launches = []
-    for group in groups:
-        launches += foreach_launches([dsts[i] for i in group], [srcs[i] for i in group])
-    return launches + _copy_launches(dsts, srcs, singles)
+STRATEGIES: dict[str, Strategy] = {
+    "per_copy": RoutedCopy("per_copy", per_copy),
+    "uint8_view": Uint8View(),
+    "grouped_foreach": RoutedCopy("grouped_foreach", grouped_foreach),
+    "grouped_foreach_dma": with_dma_bytes(DEFAULT_DMA_BYTES),
+}
