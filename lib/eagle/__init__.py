@@ -1,0 +1,12 @@
+"""EAGLE speculative decoding, as far as replay copies need it: fields, models, graphs, runners and the loop."""
+
+from lib.eagle.fields import DraftBatch, DraftExtendBatch, EagleConfig
+from lib.eagle.runners import EagleDraftCudaGraphRunner, EagleDraftExtendCudaGraphRunner
+
+__all__ = [
+    "DraftBatch",
+    "DraftExtendBatch",
+    "EagleConfig",
+    "EagleDraftCudaGraphRunner",
+    "EagleDraftExtendCudaGraphRunner",
+]

@@ -1,0 +1,62 @@
+"""Two ways to capture a fixed-shape computation and replay it: a CUDA graph, and the same contract on the CPU.
+
+The contract: `capture(compute)` runs `compute` once or more; every `replay()` computes again from whatever its
+static inputs then hold, and leaves the results in the same output tensors as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+Compute = Callable[
+    [], NamedTuple
+]  # no arguments: it closes over static buffers; returns a NamedTuple of tensors
+
+
+class CudaGraph:
+    """One `torch.cuda.CUDAGraph`. Graphs that never run at the same time share a memory pool."""
+
+    def __init__(self, compute: Compute, pool: tuple[int, int], stream: torch.cuda.Stream) -> None:
+        # Two warm-ups outside the capture, on the stream of the capture, let libraries allocate their workspaces.
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                compute()
+        torch.cuda.current_stream().wait_stream(stream)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, pool=pool, stream=stream):
+            self.outputs = compute()
+
+    def replay(self) -> NamedTuple:
+        self.graph.replay()
+        return self.outputs
+
+
+class EagerGraph:
+    """The same contract without a graph: compute again, then copy into the outputs of the capture."""
+
+    def __init__(self, compute: Compute) -> None:
+        self.compute = compute
+        outputs = compute()
+        self.outputs = type(outputs)(*(t.clone() for t in outputs))
+
+    def replay(self) -> NamedTuple:
+        for static, fresh in zip(self.outputs, self.compute(), strict=True):
+            static.copy_(fresh)
+        return self.outputs
+
+
+class GraphBackend:
+    """Captures on one device; on CUDA all its graphs share one memory pool, so capture the largest first."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        if self.cuda:
+            self.pool = torch.cuda.graph_pool_handle()
+            self.stream = torch.cuda.Stream(device)
+
+    def capture(self, compute: Compute) -> CudaGraph | EagerGraph:
+        return CudaGraph(compute, self.pool, self.stream) if self.cuda else EagerGraph(compute)

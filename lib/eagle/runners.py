@@ -1,0 +1,204 @@
+"""The two graph runners: pad to a captured batch size, copy the step's inputs into static buffers, replay.
+
+They follow SGLang's `EAGLEDraftCudaGraphRunner` and `EAGLEDraftExtendCudaGraphRunner`; what differs between them is
+their field table and the forward pass they capture.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lib.eagle.fields import Batch, EagleConfig, Field
+from lib.eagle.graph import CudaGraph, EagerGraph, GraphBackend
+from lib.eagle.model import DraftExtendOutput, DraftModel, DraftOutput, draft_extend_forward, draft_forward
+from lib.routes import Launch, copy_launch, fill_launch
+from lib.strategies import STRATEGIES, Strategy
+
+
+class InputBuffers:
+    """The static inputs of a runner's graphs, one tensor a field, for the largest captured batch size."""
+
+    def __init__(self, config: EagleConfig, fields: tuple[Field, ...], device: torch.device) -> None:
+        self.config, self.fields, self.device = config, fields, device
+        self.tensors = {f.name: self._allocate(f) for f in fields}
+
+    def _allocate(self, field: Field) -> Tensor:
+        return torch.full(
+            self.config.shape(field, self.config.max_batch_size),
+            0 if field.pad is None else self.config.pad_value(field),
+            dtype=field.dtype or self.config.dtype,
+            device="cpu" if field.host else self.device,
+        )
+
+    def rows(self, field: Field, batch_size: int) -> Tensor:
+        """The rows of a field that belong to the first `batch_size` requests."""
+        return self.tensors[field.name][: self.config.shape(field, batch_size)[0]]
+
+    def inputs(self, batch_size: int) -> dict[str, Tensor]:
+        """What a graph captured for `batch_size` requests reads."""
+        return {f.name: self.rows(f, batch_size) for f in self.fields}
+
+    def check(self, batch: Batch) -> None:
+        """Raises ValueError, naming the field, what was expected and what came."""
+        bs, c = batch.batch_size, self.config
+        if not 1 <= bs <= c.max_batch_size:
+            raise ValueError(f"batch size: expected 1 to {c.max_batch_size}, the largest captured, got {bs}")
+        for f in self.fields:
+            t = getattr(batch, f.name)
+            if t is None:
+                if f.required:
+                    raise ValueError(f"{f.name}: required field is missing")
+                continue
+            shape, dtype = c.shape(f, bs), f.source_dtype or f.dtype or c.dtype
+            device = self.tensors[f.name].device
+            if t.shape != shape or t.dtype is not dtype or t.device != device:
+                raise ValueError(
+                    f"{f.name}: expected {shape} {dtype} on {device} for {bs} requests, "
+                    f"got {tuple(t.shape)} {t.dtype} on {t.device}"
+                )
+        if (longest := int(batch.seq_lens_cpu.max())) > c.max_context_len:
+            raise ValueError(f"seq_lens_cpu: expected at most {c.max_context_len} tokens, got {longest}")
+
+    def fills(self, batch: Batch, padded: bool) -> list[tuple[Tensor, int]]:
+        """(device tensor, value) to fill before the copies: whole buffers for padding, and missing optionals."""
+        whole = [
+            (self.tensors[f.name], f) for f in self.fields if padded and f.pad is not None and not f.host
+        ]
+        missing = [
+            (self.rows(f, batch.batch_size), f)
+            for f in self.fields
+            if not padded and f.fill_if_missing and getattr(batch, f.name) is None
+        ]
+        return [(t, self.config.pad_value(f)) for t, f in whole + missing]
+
+    def pairs(self, batch: Batch, large: bool | None = None) -> tuple[list[Tensor], list[Tensor], list[str]]:
+        """(dsts, srcs, names) of the device fields that the batch has; `large` picks the large or the small ones."""
+        bs = batch.batch_size
+        chosen = [
+            f
+            for f in self.fields
+            if not f.host and large in (None, f.large) and getattr(batch, f.name) is not None
+        ]
+        return (
+            [self.rows(f, bs) for f in chosen],
+            [getattr(batch, f.name) for f in chosen],
+            [f.name for f in chosen],
+        )
+
+    def copy_host_fields(self, batch: Batch, padded: bool) -> None:
+        for f in self.fields:
+            if f.host:
+                if padded:
+                    self.tensors[f.name].fill_(self.config.pad_value(f))
+                self.rows(f, batch.batch_size).copy_(getattr(batch, f.name))
+
+
+class GraphRunner:
+    """What both runners share. Subclasses name their field table and the forward pass to capture.
+
+    Args:
+        config: sizes, capture batch sizes and layout.
+        strategy: a name in `STRATEGIES` or a strategy object.
+        device: where buffers, model and graphs live.
+        model: head, KV pool and request table. None builds one with seeded random weights at the first capture,
+            so that buffers, copies and launch counts of a large preset need no gigabytes.
+    """
+
+    table: ClassVar[str]
+
+    def __init__(
+        self,
+        config: EagleConfig,
+        strategy: str | Strategy = "grouped_foreach_dma",
+        device: str | torch.device = "cpu",
+        model: DraftModel | None = None,
+    ) -> None:
+        self.config, self.model = config, model
+        self.strategy = STRATEGIES[strategy] if isinstance(strategy, str) else strategy
+        self.device = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0", as on tensors
+        self.buffers = InputBuffers(config, config.table(self.table), self.device)
+        self.graphs: dict[int, CudaGraph | EagerGraph] = {}
+
+    def forward(self, inputs: dict[str, Tensor]) -> NamedTuple:
+        raise NotImplementedError
+
+    def capture(self) -> None:
+        """Capture a graph for every batch size. The first replay does it where it was not done before."""
+        self.model = self.model or DraftModel.random(self.config, self.device)
+        backend = GraphBackend(self.device)
+        for bs in reversed(self.config.capture_batch_sizes):
+            inputs = self.buffers.inputs(bs)
+            self.graphs[bs] = backend.capture(lambda inputs=inputs: self.forward(inputs))
+
+    def padded_batch_size(self, batch_size: int) -> int:
+        """The smallest captured batch size that holds the batch."""
+        sizes = self.config.capture_batch_sizes
+        return sizes[bisect_left(sizes, batch_size)]
+
+    def copy_inputs(self, batch: Batch) -> None:
+        """Fill the padding and copy the batch into the static buffers, large fields and host fields included.
+
+        Raises:
+            ValueError: a batch larger than the largest captured, a missing required field, a wrong shape, dtype or
+                device (`InputBuffers.check`); nothing is written then.
+            Exception: a strategy's own refusal; of the batch nothing is written then.
+        """
+        self.buffers.check(batch)
+        padded = self.padded_batch_size(batch.batch_size) > batch.batch_size
+        outside = self.strategy.large_outside
+        for tensor, value in self.buffers.fills(batch, padded):
+            tensor.fill_(value)
+        self.strategy(*self.buffers.pairs(batch, large=False if outside else None))
+        if outside:
+            for dst, src in zip(*self.buffers.pairs(batch, large=True)[:2]):
+                dst.copy_(src)
+        self.buffers.copy_host_fields(batch, padded)
+
+    def replay_graph(self, batch_size: int) -> NamedTuple:
+        """Replay on what the buffers hold and cut the outputs to `batch_size` requests."""
+        if not self.graphs:
+            self.capture()
+        padded = self.padded_batch_size(batch_size)
+        outputs = self.graphs[padded].replay()
+        return type(outputs)(*(t[: t.shape[0] // padded * batch_size] for t in outputs))
+
+    def replay(self, batch: Batch) -> NamedTuple:
+        """Copy the inputs and replay. The outputs are views of static tensors, valid until the next replay.
+
+        Raises ValueError as `copy_inputs` does.
+        """
+        self.copy_inputs(batch)
+        return self.replay_graph(batch.batch_size)
+
+    def launches(self, batch: Batch) -> list[Launch]:
+        """What CUDA would be asked to do by `copy_inputs`, the padding's fills included; on any device."""
+        self.buffers.check(batch)
+        padded = self.padded_batch_size(batch.batch_size) > batch.batch_size
+        outside = self.strategy.large_outside
+        launches = [fill_launch(tensor) for tensor, _ in self.buffers.fills(batch, padded)]
+        launches += self.strategy.launches(*self.buffers.pairs(batch, large=False if outside else None))
+        if outside:
+            launches += [copy_launch(*pair) for pair in zip(*self.buffers.pairs(batch, large=True)[:2])]
+        return [launch for launch in launches if launch is not None]
+
+
+class EagleDraftCudaGraphRunner(GraphRunner):
+    """The draft tree of a step. `replay(DraftBatch)` returns a `DraftOutput` for the batch's requests."""
+
+    table = "draft"
+
+    def forward(self, inputs: dict[str, Tensor]) -> DraftOutput:
+        return draft_forward(self.model, inputs)
+
+
+class EagleDraftExtendCudaGraphRunner(GraphRunner):
+    """The head over a step's w rows a request. `replay(DraftExtendBatch)` returns a `DraftExtendOutput`."""
+
+    table = "draft_extend"
+
+    def forward(self, inputs: dict[str, Tensor]) -> DraftExtendOutput:
+        return draft_extend_forward(self.model, inputs)
