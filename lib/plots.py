@@ -33,6 +33,8 @@ KIND_COLOURS = {
     "memset": "#F0E442",
     "graph": "#009E73",
     "kernel": "#009E73",
+    "host_copy": "#0072B2",
+    "host_foreach": "#E69F00",
     "host_op": "#8A93A6",
     "runtime": "#3C4354",
 }
@@ -45,6 +47,8 @@ KIND_NAMES = {
     "foreach": "fused foreach kernel",
     "fused": "one Triton kernel",
     "graph": "graph replay",
+    "host_copy": "copy_() on the host",
+    "host_foreach": "_foreach_copy_() on the host",
     "host_op": "operator on the host",
     "runtime": "CUDA call on the host",
 }

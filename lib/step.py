@@ -1,0 +1,104 @@
+"""The copies of one speculative step, both replays together: counted, measured here, modelled for a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from lib.eagle import (
+    DraftBatch,
+    DraftExtendBatch,
+    EagleConfig,
+    EagleDraftCudaGraphRunner,
+    EagleDraftExtendCudaGraphRunner,
+)
+from lib.routes import Launch
+from lib.strategies import Strategy
+from lib.traces import DEVICE_KINDS, from_profiler
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+# Operators told apart in a measured host lane, by the plot's kinds.
+HOST_COPIES = {"aten::copy_": "host_copy", "aten::_foreach_copy_": "host_foreach", "aten::fill_": "fill"}
+
+
+@dataclass(frozen=True)
+class StepCopies:
+    """A draft and a draft-extend runner with one batch each."""
+
+    draft: EagleDraftCudaGraphRunner
+    draft_extend: EagleDraftExtendCudaGraphRunner
+    draft_batch: DraftBatch
+    draft_extend_batch: DraftExtendBatch
+
+    @classmethod
+    def build(
+        cls,
+        config: EagleConfig,
+        strategy: str | Strategy,
+        batch_size: int,
+        device: str = "cpu",
+        seed: int = 0,
+    ) -> StepCopies:
+        """Runners without graphs, their buffers, and random batches of `batch_size` requests."""
+        return cls(
+            EagleDraftCudaGraphRunner(config, strategy, device),
+            EagleDraftExtendCudaGraphRunner(config, strategy, device),
+            DraftBatch.random(config, batch_size, seed, device),
+            DraftExtendBatch.random(config, batch_size, seed, device),
+        )
+
+    def copy_inputs(self) -> None:
+        self.draft.copy_inputs(self.draft_batch)
+        self.draft_extend.copy_inputs(self.draft_extend_batch)
+
+    def launches(self) -> list[Launch]:
+        return self.draft.launches(self.draft_batch) + self.draft_extend.launches(self.draft_extend_batch)
+
+
+def launch_rows(launches: list[Launch]) -> dict[str, int]:
+    """How many launches of each kind, for a table."""
+    kinds = ("memcpy", "elementwise", "foreach", "fused", "fill")
+    return {kind: sum(launch.kind == kind for launch in launches) for kind in kinds} | {"all": len(launches)}
+
+
+def measured_lanes(
+    run: Callable[[], object], device: str = "cpu", warmup: int = 20
+) -> dict[str, pd.DataFrame]:
+    """What torch.profiler sees of one `run()` on this machine: a host lane and, on CUDA, each stream's.
+
+    Of several runs the one of median length is shown. The profiler itself slows the host, so what counts here
+    is order and shares, not the sum; times to compare come from `lib.timing`. Of nested operators only the
+    outermost is kept.
+    """
+    on_gpu = torch.device(device).type == "cuda"
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if on_gpu:
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    for _ in range(warmup):
+        run()
+    with torch.profiler.profile(activities=activities) as prof:
+        for _ in range(15):
+            with torch.profiler.record_function("one step"):
+                run()
+            if on_gpu:
+                torch.cuda.synchronize()
+    table = from_profiler(prof)
+    steps = table[(table.kind == "annotation") & (table.name == "one step")].sort_values("start_us")
+    median = steps.sort_values("dur_us").index[len(steps) // 2]
+    start = steps.start_us[median]
+    following = steps.start_us[steps.start_us > start]
+    stop = following.iloc[0] if len(following) else float("inf")
+    table = table[(table.start_us >= start) & (table.start_us < stop)]
+    table = table.assign(start_us=table.start_us - start)
+    host = table[table.kind == "host_op"].sort_values("start_us")
+    outermost = host.start_us >= (host.start_us + host.dur_us).cummax().shift(fill_value=0.0)
+    host = host[outermost]
+    lanes = {"host · measured": host.assign(kind=host.name.map(HOST_COPIES).fillna("host_op"))}
+    for track, events in table[table.kind.isin(DEVICE_KINDS)].groupby("track"):
+        lanes[f"{track} · measured"] = events
+    return lanes
