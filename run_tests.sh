@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# Ruff over everything, notebooks included, then pytest with the arguments given: ./run_tests.sh -k launches
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+python=$(scripts/setup_environment.sh)
+"$python" -m ruff check .
+"$python" -m ruff format --check .
+exec "$python" -m pytest "$@"

@@ -1,0 +1,175 @@
+"""One notebook through papermill: executed, its memory watched, its results collected. For runs and grids."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import papermill
+import psutil
+import zmq
+from nbclient.exceptions import DeadKernelError
+from papermill.execute import ERROR_MARKER_TAG
+from traitlets.config import Config
+
+RESULT_MIME = (
+    "application/vnd.replay-copy.result+json"  # lib/evidence.py; not imported, since that loads torch
+)
+CLAIM_MARK = "✓ "
+PEAK_LIMIT_MB = 1500
+
+# A python3 kernel that somebody installed for their user must not win over the one of this environment.
+os.environ.setdefault("JUPYTER_PREFER_ENV_PATH", "1")
+os.environ.setdefault(
+    "PYDEVD_DISABLE_FILE_VALIDATION", "1"
+)  # a warning of the debugger's that nobody can act on
+
+
+class PeakMemory(threading.Thread):
+    """The highest resident size of any process that this one starts meanwhile, in MB (1e6 bytes)."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self._before = set(psutil.Process().children(recursive=True))
+        self._done = threading.Event()
+        self.peak_mb = 0.0
+
+    def started(self) -> list[psutil.Process]:
+        return [p for p in psutil.Process().children(recursive=True) if p not in self._before]
+
+    def run(self) -> None:
+        while not self._done.wait(0.2):
+            for process in self.started():
+                self.peak_mb = max(self.peak_mb, _peak_mb(process))
+
+    def stop(self) -> float:
+        self._done.set()
+        self.join()
+        return round(self.peak_mb, 1)
+
+
+def _peak_mb(process: psutil.Process) -> float:
+    try:  # Linux keeps the peak itself, so nothing between two looks is missed
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        return int(re.search(r"VmHWM:\s+(\d+)", status)[1]) * 1024 / 1e6
+    except (OSError, TypeError):
+        pass
+    try:
+        return process.memory_info().rss / 1e6
+    except psutil.Error:  # it has just ended
+        return 0.0
+
+
+def declared_parameters(notebook: Path) -> set[str]:
+    """The names in the cell tagged `parameters`."""
+    return set(papermill.inspect_notebook(str(notebook)))
+
+
+def execute(
+    source: Path, output: Path, parameters: dict[str, Any], progress_bar: bool = True
+) -> dict[str, Any]:
+    """Execute `source` with the parameters it declares, in its own folder; leave it, executed, in `output`.
+
+    Returns a JSON-ready record: notebook, title, status ("ok", "failed", "died": its kernel was killed,
+    "interrupted": Ctrl-C), seconds, peak_mb of its largest process, parameters, error (None, or the cell,
+    heading, line and message of what failed) and what `collect` finds in its outputs. Never raises for what
+    happens inside the notebook.
+    """
+    output.parent.mkdir(parents=True, exist_ok=True)
+    known = declared_parameters(source)
+    parameters = {name: value for name, value in parameters.items() if name in known}
+    at: dict[str, Any] = {"index": 0}
+    status, message, started = "ok", "", time.monotonic()
+    memory = PeakMemory()
+    memory.start()
+    try:
+        papermill.execute_notebook(
+            source,
+            output,
+            parameters,
+            cwd=source.parent,
+            progress_bar={"desc": source.stem} if progress_bar else False,
+            shutdown_kernel="immediate",  # else a busy kernel keeps Ctrl-C waiting
+            on_notebook_start=lambda notebook: at.update(notebook=notebook),
+            on_cell_start=lambda cell, cell_index: at.update(index=cell_index),
+            config=Config(KernelManager={"transport_encryption": "auto" if zmq.has("curve") else "disabled"}),
+        )
+    except papermill.PapermillExecutionError as error:
+        status, message = "failed", f"{error.ename}: {error.evalue}"
+        at["index"] = error.cell_index
+    except DeadKernelError:
+        status, message = "died", "the kernel was killed (out of memory?) or crashed"
+    except KeyboardInterrupt:
+        status, message = "interrupted", "stopped by Ctrl-C"
+    except Exception as error:  # a kernel that does not start, a notebook that cannot be written
+        status, message = "failed", f"{type(error).__name__}: {error}"
+    finally:
+        seconds = time.monotonic() - started
+        for process in memory.started():
+            process.kill()
+        peak_mb = memory.stop()
+
+    # The one in memory: a file keeps no order of columns in a table.
+    executed = at.get("notebook") or nbformat.read(source, as_version=4)
+    return {
+        "notebook": source.stem,
+        "title": _title(executed) or source.stem,
+        "status": status,
+        "seconds": round(seconds, 1),
+        "peak_mb": peak_mb,
+        "parameters": parameters,
+        "error": None if status == "ok" else {**_name_cell(executed, at["index"]), "message": message},
+        **collect(executed),
+    }
+
+
+def collect(notebook: nbformat.NotebookNode) -> dict[str, list]:
+    """What the outputs hold: `figures` (name, alt, evidence, base64 png), published `results`, `claims`."""
+    figures, results, claims = [], [], []
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            data = output.get("data", {})
+            if "image/png" in data:
+                about = output.metadata.get("image/png", {})
+                name = re.sub(r"[^\w.-]+", "_", about.get("name") or f"figure_{len(figures) + 1}")
+                name += f"_{len(figures) + 1}" if name in (figure["name"] for figure in figures) else ""
+                figure = {"name": name, "alt": about.get("alt", ""), "evidence": about.get("evidence", "")}
+                figures.append(figure | {"png": data["image/png"]})
+            if RESULT_MIME in data:
+                results.append(data[RESULT_MIME])
+            if output.output_type == "stream" and output.name == "stdout":
+                lines = output.text.splitlines()
+                claims += [line.removeprefix(CLAIM_MARK) for line in lines if line.startswith(CLAIM_MARK)]
+    return {"figures": figures, "results": results, "claims": claims}
+
+
+def describe(error: dict[str, str]) -> str:
+    """One line: which cell, under which heading, what it does, what happened."""
+    heading = f' under "{error["heading"]}"' if error["heading"] else ""
+    return f"{error['cell']}{heading} ({error['line']}): {error['message']}"
+
+
+def _name_cell(notebook: nbformat.NotebookNode, index: int) -> dict[str, str]:
+    cells = [cell for cell in notebook.cells if ERROR_MARKER_TAG not in cell.metadata.get("tags", [])]
+    upto = cells[: index + 1]
+    headings = re.findall(r"^#+ +(.+)$", "\n".join(c.source for c in upto if c.cell_type == "markdown"), re.M)
+    code = [cell for cell in upto if cell.cell_type == "code"]
+    lines = [line for line in code[-1].source.splitlines() if line.strip() and line[0] != "#"] if code else []
+    number = code[-1].execution_count or len(code) if code else 0
+    return {
+        "cell": f"In [{number}]",
+        "heading": headings[-1].strip() if headings else "",
+        "line": lines[0].strip() if lines else "",
+    }
+
+
+def _title(notebook: nbformat.NotebookNode) -> str:
+    match = re.search(
+        r"^# +(.+)$", "\n".join(c.source for c in notebook.cells if c.cell_type == "markdown"), re.M
+    )
+    return match[1].strip() if match else ""
