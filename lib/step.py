@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lib.device_model import DeviceProfile, simulate
 from lib.eagle import (
     DraftBatch,
     DraftExtendBatch,
@@ -17,7 +18,7 @@ from lib.eagle import (
 )
 from lib.routes import Launch
 from lib.strategies import Strategy
-from lib.traces import DEVICE_KINDS, from_profiler
+from lib.traces import DEVICE_KINDS, HOST_KINDS, from_profiler
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -102,3 +103,33 @@ def measured_lanes(
     for track, events in table[table.kind.isin(DEVICE_KINDS)].groupby("track"):
         lanes[f"{track} · measured"] = events
     return lanes
+
+
+def modelled_lanes(launches: list[Launch], profile: DeviceProfile) -> dict[str, pd.DataFrame]:
+    """The launches played on a profile's device: a host lane and a stream lane."""
+    table = simulate(launches, profile)
+    on_host = table.kind.isin(HOST_KINDS)
+    return {
+        f"host · modelled {profile.name}": table[on_host],
+        f"stream · modelled {profile.name}": table[~on_host],
+    }
+
+
+def span_us(launches: list[Launch], profile: DeviceProfile) -> float:
+    """Modelled time from the first host call to the end of the last work on the device."""
+    table = simulate(launches, profile)
+    return float((table.start_us + table.dur_us).max())
+
+
+def idle_share(launches: list[Launch], profile: DeviceProfile) -> float:
+    """Modelled share of the stream's span, first to last work, in which it executes nothing."""
+    table = simulate(launches, profile)
+    work = table[table.kind.isin(DEVICE_KINDS)]
+    span = (work.start_us + work.dur_us).max() - work.start_us.min()
+    return float(1 - work.dur_us.sum() / span)
+
+
+def device_us(kind: str, nbytes: int, profile: DeviceProfile) -> float:
+    """Modelled time on the device of one launch of `kind` that writes `nbytes`."""
+    table = simulate([Launch(kind, 1, nbytes, "one tensor")], profile)
+    return float(table.dur_us[table.kind.isin(DEVICE_KINDS)].iloc[0])
