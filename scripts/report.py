@@ -23,10 +23,10 @@ HEADLINES = (
 )
 LAUNCH_TABLE = "launch_table"
 QUESTION = "Why do a few hundred bytes of copying cost tens of microseconds a step, and which copy is right?"
-ANSWER = """Before a CUDA graph is replayed, the step's inputs are copied into its static buffers. One `copy_()`
-a field is one launch a field: microseconds of host work for a few hundred bytes, twice in every step of
-speculative decoding. Grouping the small fields by dtype and leaving the large one to a driver memcpy fills the
-same buffers, bit for bit, with far fewer launches."""
+ANSWER = """Before a CUDA graph is replayed, the step's inputs are copied into its static buffers. One
+`copy_()` a field is one launch a field: microseconds of host work for a few hundred bytes, twice in every
+step of speculative decoding. Grouping the small fields by dtype and leaving the large one to a driver memcpy
+fills the same buffers, bit for bit, with far fewer launches."""
 KINDS = {
     "counted": "exact, from shapes, strides and dtypes; the same on every machine",
     "measured": "timed in this run, on this machine",

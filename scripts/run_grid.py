@@ -7,8 +7,9 @@ A grid file names the notebook (relative to the file) and lists the values of it
       batch_size: [1, 4, 16]
       top_k: [1, 4]
 
-table.csv has a row for each point: parameters, published numbers, result, time, peak memory and, of a failed point,
-the error. A point that has its row is not done again, until the notebook changes or --retry-failed asks for it.
+table.csv has a row for each point: parameters, published numbers, result, time, peak memory and, of a failed
+point, the error. A point that has its row is not done again, unless the notebook changed or --retry-failed is
+given.
 """
 
 from __future__ import annotations
@@ -39,7 +40,6 @@ def read_grid(path: Path) -> tuple[Path, list[dict[str, Any]]]:
     Raises ValueError that says what was expected, also for a parameter that the notebook does not declare.
     """
     import yaml
-    from execute_notebook import declared_parameters
 
     try:
         grid = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -55,6 +55,8 @@ def read_grid(path: Path) -> tuple[Path, list[dict[str, Any]]]:
     for name, values in parameters.items():
         if not isinstance(values, list) or not values:
             raise ValueError(f"{path}: parameters: {name}: expected a list of values, got {values!r:.80}")
+    from execute_notebook import declared_parameters
+
     known = declared_parameters(notebook)
     for name in sorted(set(parameters) - known):
         raise ValueError(f"{path}: parameters: {name}: the notebook declares {', '.join(sorted(known))}")
@@ -94,7 +96,9 @@ def run_here(points: list[tuple], jobs: int) -> Iterator[None]:
     """Yields as points end. Ctrl-C ends the points in progress; they leave no record."""
     context = multiprocessing.get_context("spawn")
     ignore_ctrl_c = (signal.SIGINT, signal.SIG_IGN)  # of the workers: this process ends them
-    with ProcessPoolExecutor(jobs, context, initializer=signal.signal, initargs=ignore_ctrl_c) as pool:
+    with ProcessPoolExecutor(
+        min(jobs, len(points)), context, initializer=signal.signal, initargs=ignore_ctrl_c
+    ) as pool:
         try:
             for future in as_completed([pool.submit(run_point, *point) for point in points]):
                 yield future.result()
@@ -110,14 +114,23 @@ def run_on_cluster(points: list[tuple], address: str) -> Iterator[None]:
     """Yields as points end. A worker that dies loses the point it was at, which another one then does."""
     from dask.distributed import Client
     from dask.distributed import as_completed as as_completed_on_cluster
+    from report import write_json
 
-    with Client(address, timeout="10s") as client:
+    with Client(address, timeout="5s") as client:
         scripts = str(Path(__file__).resolve().parent)
         futures = [
             client.submit(run_on_worker, scripts, *point, key=f"point-{point[-1].stem}") for point in points
         ]
+        of_key = {f"point-{point[-1].stem}": point for point in points}
         for future in as_completed_on_cluster(futures):
-            yield future.result()
+            _, parameters, record = of_key[future.key]
+            if error := future.exception():  # e.g. three workers in turn died of this point
+                about = {"cell": "worker", "message": f"{type(error).__name__}: {error}"}
+                lost = {"status": "died", "seconds": 0.0, "peak_mb": 0.0, "error": about, "results": []}
+                write_json(record, lost | {"parameters": parameters})
+            if not record.exists():
+                raise OSError(f"{address}: its workers do not share {record.parent} with this machine")
+            yield
 
 
 def write_table(points: list[tuple], path: Path) -> tuple[int, int]:
@@ -152,10 +165,10 @@ def main() -> int:
     parser = OneLineParser(prog="run_grid.py", description=__doc__.partition("\n")[0], allow_abbrev=False)
     parser.add_argument("grid", type=Path, help="YAML file: notebook, and parameters with lists of values")
     parser.add_argument(
-        "--jobs", type=int, default=1, metavar="N", help="notebooks at a time on this machine"
+        "--jobs", type=int, default=1, metavar="N", help="notebooks at a time, on this machine"
     )
-    parser.add_argument("--scheduler", metavar="ADDRESS", help="a Dask scheduler, e.g. tcp://host:8786, whose workers "
-                        "share this checkout and the output folder; one worker for each GPU")  # fmt: skip
+    cluster = "a Dask scheduler, tcp://host:8786; its workers, one a GPU, share this checkout and the output"
+    parser.add_argument("--scheduler", metavar="ADDRESS", help=cluster)
     parser.add_argument(
         "--output", type=Path, metavar="DIR", help="instead of runs/grid-<name of the grid file>"
     )

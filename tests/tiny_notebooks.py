@@ -1,0 +1,32 @@
+"""Small notebooks for the tests of the batch scripts: no torch, so a kernel starts within a second."""
+
+from pathlib import Path
+
+import nbformat
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+
+PUBLISH = """
+from IPython.display import display
+def publish(name, value, kind="counted", note=""):
+    result = {"name": name, "value": value, "kind": kind, "note": note}
+    display({"application/vnd.replay-copy.result+json": result, "text/plain": name}, raw=True)
+"""
+FIGURE = """
+png = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="
+about = {"name": "dot", "alt": "One dot", "evidence": "counted · shapes alone"}
+from IPython.display import display
+display({"image/png": png, "text/plain": "dot"}, raw=True, metadata={"image/png": about})
+"""
+
+
+def write_notebook(
+    path: Path, *cells: str, parameters: str = 'device = "auto"\nquick = False\nsize = 3'
+) -> Path:
+    """A notebook titled like its file: a parameters cell, then the cells; one that starts with # is prose."""
+    tagged = new_code_cell(parameters, metadata={"tags": ["parameters"]})
+    rest = [new_markdown_cell(c) if c.startswith("#") else new_code_cell(c) for c in cells]
+    notebook = new_notebook(cells=[new_markdown_cell(f"# {path.stem}"), tagged, *rest])
+    notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    nbformat.write(notebook, path)
+    return path
