@@ -2,19 +2,26 @@
 
 An engine that replays a CUDA graph first copies the step's inputs into the graph's static buffers. One
 `copy_()` a field is one launch a field, each several microseconds of host work for a few hundred bytes.
-`grouped_foreach_copy_` does the same with one launch per (destination dtype, source dtype) pair.
+`grouped_foreach_copy_` does the same with one launch per (destination dtype, source dtype) pair, and
+`CopyPlan` keeps views and groups from step to step, so that the host stops paying for them.
 
-It is a drop-in for SGLang's `_grouped_foreach_copy_` (pull request 28465), with three differences: its inputs
-are checked before the first byte is written; pairs that the fused kernel cannot take no longer drag their
-whole group onto the slow path; and bits arrive as they were, NaN payloads of half types included.
+The function is a drop-in for SGLang's `_grouped_foreach_copy_` (pull request 28465), with three differences:
+its inputs are checked before the first byte is written; pairs that the fused kernel cannot take no longer
+drag their whole group onto the slow path; and bits arrive as they were, NaN payloads of half types included.
 """
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Sequence
+from operator import attrgetter
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from lib.routes import Launch
 
 _foreach_copy_ = getattr(torch, "_foreach_copy_", None)
 
@@ -46,6 +53,11 @@ SAME_WIDTH_INT = {torch.float16: torch.int16, torch.bfloat16: torch.int16} | {
 }
 
 _INTEGERS = frozenset(d for d in FUSED_DTYPES if not d.is_floating_point and not d.is_complex)
+
+# A fused kernel copies a chunk of 65,536 elements with one block, at about the rate of one multiprocessor:
+# tens of GB/s, so 2 to 3 us for 64 KiB, which is what a memcpy of its own costs (4.6 us of host time on a
+# V100, 1.3 us on the device). A first estimate: the crossover recorded on a device replaces it.
+DEFAULT_DMA_BYTES = 64 * 1024
 
 
 def grouped_foreach_copy_(
@@ -104,6 +116,29 @@ def group_pairs(dsts: Sequence[Tensor], srcs: Sequence[Tensor]) -> tuple[list[li
         else:
             singles.append(i)
     return list(groups.values()), singles
+
+
+def split_large(
+    dsts: Sequence[Tensor],
+    srcs: Sequence[Tensor],
+    groups: Sequence[Sequence[int]],
+    singles: Sequence[int],
+    dma_bytes: int = DEFAULT_DMA_BYTES,
+) -> tuple[list[list[int]], list[int]]:
+    """Take out of `group_pairs`' groups what `copy_` moves as well: the design of pull request 28465.
+
+    That is a pair of equal dtypes (on CUDA a driver memcpy) from `dma_bytes` bytes on, and a pair that is
+    alone in its group, for which a fused kernel would save nothing.
+    """
+    kept, singles = [], list(singles)
+    for group in groups:
+        small = [i for i in group if dsts[i].nbytes < dma_bytes or dsts[i].dtype != srcs[i].dtype]
+        if len(small) > 1:
+            kept.append(small)
+            singles += [i for i in group if i not in small]
+        else:
+            singles += group
+    return kept, sorted(singles)
 
 
 def _lazy(dst: Tensor, src: Tensor) -> bool:
@@ -253,3 +288,188 @@ def _name(i: int, names: Sequence[str] | None) -> str:
 def _pair(i: int, names: Sequence[str] | None, dst: Tensor, src: Tensor) -> str:
     sides = (f"{side} {tuple(t.shape)} {t.dtype}" for side, t in (("destination", dst), ("source", src)))
     return f"{_name(i, names)} ({', '.join(sides)})"
+
+
+class CopyPlan:
+    """The same copies step after step; views, groups and what the check has to know are worked out once.
+
+    On the CPU one foreach call takes every pair, since grouping buys nothing there. Elsewhere there is one
+    per dtype pair, and a `copy_` for each pair that `split_large` takes out. A plan holds views, no data.
+
+        plan = CopyPlan([buf[:n] for buf in buffers], [torch.int64] * len(buffers), names)
+        plan(srcs)                    # every step
+
+    Args:
+        dsts: destination views, as for `grouped_foreach_copy_`; autograd does not record the copies.
+        src_dtypes: the dtype of each source to come.
+        names: what to call the pairs in errors.
+        constants: (dst, src) pairs that are copied along and whose sources never change, e.g. pad rows.
+        dma_bytes: from this size on a pair that can be a driver memcpy is one.
+
+    Raises:
+        ValueError: for destinations and constants, as `check_pairs`.
+    """
+
+    def __init__(
+        self,
+        dsts: Sequence[Tensor],
+        src_dtypes: Sequence[torch.dtype],
+        names: Sequence[str] | None = None,
+        constants: Sequence[tuple[Tensor, Tensor]] = (),
+        dma_bytes: int = DEFAULT_DMA_BYTES,
+    ) -> None:
+        if len(src_dtypes) != len(dsts):
+            raise ValueError(f"expected one dtype a pair, got {len(src_dtypes)} for {len(dsts)} destinations")
+        if names is not None and len(names) != len(dsts):
+            raise ValueError(f"expected one name a pair, got {len(names)} names for {len(dsts)} pairs")
+        names = names or [f"pair {i}" for i in range(len(dsts))]
+        self._names = [*names, *(f"constant {i}" for i in range(len(constants)))]
+        self._dsts = [dst.detach() for dst in (*dsts, *(dst for dst, _ in constants))]
+        self._constants = [src for _, src in constants]
+        self._on_cpu = all(dst.is_cpu for dst in self._dsts)
+        self._dma_bytes = dma_bytes
+        # A pair with equal sides is let through, so this finds what is wrong with the destinations.
+        check_pairs([*dsts, *(dst for dst, _ in constants)], [*dsts, *self._constants], self._names)
+
+        self._src_dtypes = list(src_dtypes)
+        self._needs_inference_mode = any(dst.is_inference() for dst in self._dsts)
+        self._signature = attrgetter("shape", "dtype", "is_cpu" if self._on_cpu else "device")
+        self._signatures = [
+            (dst.shape, dtype, True if self._on_cpu else dst.device)
+            for dst, dtype in zip(self._dsts, src_dtypes)
+        ]
+        sizes = [dst.numel() * dtype.itemsize for dst, dtype in zip(self._dsts, src_dtypes)]
+        self._keep_clear = [_keep_clear(self._dsts, size) for size in sizes]
+        self._keep_clear_of_any = _keep_clear(self._dsts, max(sizes, default=0))
+        self._clear: set[int] = set()  # addresses fit for every source; allocators reuse them
+        self._maybe_lazy = () if self._on_cpu else [i for i, d in enumerate(src_dtypes) if d not in _INTEGERS]
+        srcs = self._stand_ins()
+        self._calls = self._route([*srcs, *self._constants])
+        self._calls_without_constants = self._route(srcs)
+
+    def __call__(self, srcs: Sequence[Tensor], check: bool = True, constants: bool = True) -> None:
+        """Copy `srcs[i]` into destination i, and every constant.
+
+        Args:
+            srcs: one tensor a destination, of its shape, on its device, of the dtype planned for. A strided
+                one is copied right, at the cost of routing this step anew.
+            check: False leaves out every check, for a caller whose sources are contiguous and known to fit.
+            constants: False leaves the constants' destinations as they are, for a caller who knows that
+                nobody has written there since the last call with True.
+
+        Raises:
+            ValueError: as `check_pairs`, and for another dtype than planned; nothing has been written then.
+        """
+        calls = self._calls if constants else self._calls_without_constants
+        if check and not self._as_planned(srcs):
+            self.check(srcs)
+            if not self._on_cpu:
+                calls = self._route([*srcs, *self._constants] if constants else srcs)
+        if constants and self._constants:
+            srcs = [*srcs, *self._constants]
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                _run(calls, srcs)
+        else:
+            _run(calls, srcs)
+
+    def check(self, srcs: Sequence[Tensor]) -> None:
+        """Raise the ValueError that calling the plan with these sources would raise, if any."""
+        if len(srcs) != len(self._src_dtypes):
+            raise ValueError(f"expected {len(self._src_dtypes)} sources, one a destination, got {len(srcs)}")
+        for i, (src, dtype) in enumerate(zip(srcs, self._src_dtypes)):
+            if src.dtype != dtype:
+                what = _pair(i, self._names, self._dsts[i], src)
+                raise ValueError(f"{what}: expected a source of {dtype}, got {src.dtype}")
+        check_pairs(self._dsts, [*srcs, *self._constants], self._names)
+
+    def launches(self, srcs: Sequence[Tensor] | None = None, constants: bool = True) -> list[Launch]:
+        """What CUDA would be asked to do for `plan(srcs, constants=constants)`; needs `lib.routes`.
+
+        Without `srcs`, for contiguous ones.
+        """
+        from lib.routes import routed_launches  # the only need of it: this file works alone otherwise
+
+        srcs = self._stand_ins() if srcs is None else srcs
+        srcs = [*srcs, *self._constants] if constants else srcs
+        return routed_launches(self._dsts, srcs, *self._groups(srcs))
+
+    def _as_planned(self, srcs: Sequence[Tensor]) -> bool:
+        """The check of every step: whether the sources are what the calls were laid out for."""
+        if self._needs_inference_mode and not torch.is_inference_mode_enabled():
+            return False
+        try:  # every loop in C: Python's would cost more than the copies
+            return (
+                list(map(self._signature, srcs)) == self._signatures
+                and (self._clear.issuperset(map(Tensor.data_ptr, srcs)) or self._find_clear(srcs))
+                and (self._on_cpu or self._dense(srcs))
+            )
+        except RuntimeError:  # a sparse tensor has no address to ask for
+            return False
+
+    def _find_clear(self, srcs: Sequence[Tensor]) -> bool:
+        addresses = [src.data_ptr() for src in srcs]  # 0 for an empty tensor
+        if any(bisect(bounds, address) & 1 for bounds, address in zip(self._keep_clear, addresses)):
+            return False
+        if len(self._clear) > 4096:
+            self._clear.clear()
+        any_size = self._keep_clear_of_any
+        self._clear.update(address for address in addresses if not bisect(any_size, address) & 1)
+        return True
+
+    def _dense(self, srcs: Sequence[Tensor]) -> bool:
+        lazy = any(srcs[i].is_conj() or srcs[i].is_neg() for i in self._maybe_lazy)
+        return not lazy and all(map(Tensor.is_contiguous, srcs))
+
+    def _stand_ins(self) -> list[Tensor]:
+        pairs = zip(self._dsts, self._src_dtypes)
+        return [torch.empty(dst.shape, dtype=dtype, device=dst.device) for dst, dtype in pairs]
+
+    def _groups(self, srcs: Sequence[Tensor]) -> tuple[list[list[int]], list[int]]:
+        return split_large(self._dsts, srcs, *group_pairs(self._dsts, srcs), self._dma_bytes)
+
+    def _route(self, srcs: Sequence[Tensor]) -> list[tuple]:
+        """(destinations, which sources, the integer type to see both as) for each call to make."""
+        groups, singles = self._groups(srcs)
+        if self._on_cpu and _foreach_copy_ is not None:  # one call, but for what PyTorch refuses in a list
+            singles = [i for i, dst in enumerate(self._dsts[: len(srcs)]) if dst.is_conj() or dst.is_neg()]
+            groups = [[i for i in range(len(srcs)) if i not in singles]]
+        calls = []
+        for group in (*groups, *([i] for i in singles)):
+            dsts = [self._dsts[i] for i in group]
+            dtype = None
+            if len(group) > 1 and not self._on_cpu and dsts[0].dtype == srcs[group[0]].dtype:
+                dtype = SAME_WIDTH_INT.get(dsts[0].dtype)
+            if dsts:
+                views = dsts if dtype is None else [dst.view(dtype) for dst in dsts]
+                calls.append((views, None if len(group) == len(srcs) else group, dtype))
+        return calls
+
+
+def _run(calls: list[tuple], srcs: Sequence[Tensor]) -> None:
+    for dsts, pick, dtype in calls:
+        picked = srcs if pick is None else [srcs[i] for i in pick]
+        if dtype is not None:
+            picked = [src.view(dtype) for src in picked]
+        if len(dsts) > 1:
+            _foreach_copy_(dsts, picked)
+        else:
+            dsts[0].copy_(picked[0])
+
+
+def _keep_clear(dsts: Sequence[Tensor], nbytes: int) -> list[int]:
+    """Addresses at which no source of `nbytes` bytes may start without a closer look.
+
+    That is anywhere in a destination's storage, where all its views start, whatever their strides, and so
+    close before it that a contiguous source reaches into it. As sorted bounds of disjoint ranges: `bisect` of
+    an address is odd inside one.
+    """
+    bounds: list[int] = []
+    storages = (dst.untyped_storage() for dst in dsts if dst.numel() and not dst.is_meta)
+    for start, size in sorted({(s.data_ptr(), s.nbytes()) for s in storages}):
+        first, end = start - nbytes + 1, start + size
+        if bounds and first <= bounds[-1]:
+            bounds[-1] = max(end, bounds[-1])
+        else:
+            bounds += first, end
+    return bounds

@@ -111,6 +111,17 @@ def foreach_launches(
     return _chunked_launches(dsts, limits or foreach_limits())
 
 
+def routed_launches(
+    dsts: Sequence[Tensor], srcs: Sequence[Tensor], groups: Sequence[Sequence[int]], singles: Sequence[int]
+) -> list[Launch]:
+    """The launches of one foreach call a group and one `copy_` a single, given as indices of pairs."""
+    launches: list[Launch] = []
+    for group in groups:
+        launches += foreach_launches([dsts[i] for i in group], [srcs[i] for i in group])
+    copies = (copy_launch(dsts[i], srcs[i]) for i in singles)
+    return launches + [copy for copy in copies if copy is not None]
+
+
 def _chunked_launches(dsts: Sequence[Tensor], limits: ForeachLimits) -> list[Launch]:
     """Follow multi_tensor_apply: a launch goes out when its table of tensors or of chunks is full."""
     reason = f"one fused kernel for {dsts[0].dtype} destinations"

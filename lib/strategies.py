@@ -15,17 +15,12 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from lib.grouped_copy import check_pairs, copy_groups, group_pairs
-from lib.routes import Launch, copy_launch, foreach_launches, memcpy_eligible
+from lib.grouped_copy import DEFAULT_DMA_BYTES, check_pairs, copy_groups, group_pairs, split_large
+from lib.routes import Launch, foreach_launches, routed_launches
 
 Tensors = Sequence[Tensor]
 Names = Sequence[str] | None
 Routes = tuple[list[list[int]], list[int]]  # pairs for one foreach call each, and pairs for `copy_`
-
-# A fused kernel copies a chunk of 65,536 elements with one block, at about the rate of one multiprocessor:
-# tens of GB/s, so 2 to 3 us for 64 KiB, which is what a memcpy of its own costs (4.6 us of host time on a
-# V100, 1.3 us on the device). A first estimate: the crossover recorded on a device replaces it.
-DEFAULT_DMA_BYTES = 64 * 1024
 
 
 class Strategy(Protocol):
@@ -56,12 +51,7 @@ class RoutedCopy:
 
     def launches(self, dsts: Tensors, srcs: Tensors, names: Names = None) -> list[Launch]:
         check_pairs(dsts, srcs, names)
-        groups, singles = self.route(dsts, srcs)
-        launches: list[Launch] = []
-        for group in groups:
-            launches += foreach_launches([dsts[i] for i in group], [srcs[i] for i in group])
-        copies = (copy_launch(dsts[i], srcs[i]) for i in singles)
-        return launches + [copy for copy in copies if copy is not None]
+        return routed_launches(dsts, srcs, *self.route(dsts, srcs))
 
 
 def per_copy(dsts: Tensors, srcs: Tensors) -> Routes:
@@ -75,21 +65,8 @@ def grouped_foreach(dsts: Tensors, srcs: Tensors) -> Routes:
 
 
 def grouped_foreach_dma(dsts: Tensors, srcs: Tensors, dma_bytes: int = DEFAULT_DMA_BYTES) -> Routes:
-    """Small pairs grouped, the rest by `copy_`: the design of pull request 28465.
-
-    By `copy_` goes a pair that is eligible for a driver memcpy and has `dma_bytes` or more, and one that is
-    alone in its dtype group, for which a fused kernel would save nothing.
-    """
-    groups, singles = group_pairs(dsts, srcs)
-    kept = []
-    for group in groups:
-        small = [i for i in group if dsts[i].nbytes < dma_bytes or not memcpy_eligible(dsts[i], srcs[i])]
-        if len(small) > 1:
-            kept.append(small)
-            singles += [i for i in group if i not in small]
-        else:
-            singles += group
-    return kept, sorted(singles)
+    """Small pairs grouped, the rest by `copy_`: the design of pull request 28465 (`split_large`)."""
+    return split_large(dsts, srcs, *group_pairs(dsts, srcs), dma_bytes)
 
 
 def with_dma_bytes(dma_bytes: int) -> RoutedCopy:
