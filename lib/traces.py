@@ -3,10 +3,10 @@
 Read are Kineto / Chrome JSON (`torch.profiler`, plain or gzip) and Nsight Systems exports
 (`nsys export --type sqlite`). Every reader gives the same pandas table, one row an event, sorted by start:
 
-    name, kind (see KINDS), track ("host 1234", "stream 7"; with the process or the device in front where the
-    file has several), stream and thread (int64, -1 where they do not apply), start_us (from the first event),
-    dur_us, bytes (float, NaN where the trace does not tell), correlation (int64; a host call and the device
-    work it launched share one; -1 for none).
+    name, kind (see KINDS), track ("host 1234", "stream 7"; with the process or the device where the file has
+    several), stream and thread (int64, -1 where they do not apply), start_us (from the first event), dur_us,
+    bytes (float, NaN where the trace does not tell), correlation (int64; a host call and the device work that
+    it launched share one; -1 for none).
 
 `table.attrs` says where it came from: source, device, evidence ("recorded", "measured" or "modelled"),
 resolution_us (1.0 where the file holds whole microseconds) and left_out, a list of sentences.
@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from decimal import Decimal
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 import pandas as pd
@@ -36,6 +36,9 @@ try:
 except ImportError:  # the standard json module then does the same work, several times slower
     msgspec = None
 
+if TYPE_CHECKING:
+    import torch
+
 COLUMNS = ("name", "kind", "track", "stream", "thread", "start_us", "dur_us", "bytes", "correlation")
 KINDS = {
     "host_op": "an operator on the host, such as aten::copy_",
@@ -44,7 +47,7 @@ KINDS = {
     "memcpy": "device-to-device memcpy",
     "memcpy_htod": "host-to-device memcpy",
     "memcpy_dtoh": "device-to-host memcpy",
-    "memcpy_other": "any other memcpy, such as between two devices",
+    "memcpy_other": "any other memcpy, such as one between two devices",
     "memset": "memset on the device",
     "copy_kernel": "a kernel that PyTorch copies with: elementwise or fused foreach",
     "kernel": "any other kernel",
@@ -53,21 +56,18 @@ KINDS = {
 HOST_KINDS = ("host_op", "runtime", "annotation")
 DEVICE_KINDS = tuple(kind for kind in KINDS if kind not in HOST_KINDS)
 
-# Kineto's categories in lower case, with the spellings of earlier years.
+# Categories in lower case, with the spellings of earlier years; "graph" is what to_chrome_trace writes.
 CATEGORIES = {
-    "cpu_op": "host_op", "operator": "host_op",
+    "cpu_op": "host_op", "operator": "host_op", "user_annotation": "annotation",
     "cuda_runtime": "runtime", "cuda_driver": "runtime", "runtime": "runtime",
-    "user_annotation": "annotation",
-    "gpu_memcpy": "memcpy", "memcpy": "memcpy",
-    "gpu_memset": "memset", "memset": "memset",
-    "kernel": "kernel",
-    "graph": "graph",  # written by to_chrome_trace
+    "gpu_memcpy": "memcpy", "memcpy": "memcpy", "gpu_memset": "memset", "memset": "memset",
+    "kernel": "kernel", "graph": "graph",
 }  # fmt: skip
-# Names of the kernels behind copy_ (Copy.cu) and _foreach_copy_ (ForeachBinaryOpList.cu).
-FOREACH_COPY = r"multi_tensor_apply_kernel.*\bCopy(Functor)?<"
-COPY_KERNEL = re.compile(rf"direct_copy_kernel|\w+_copy_kernel_cuda|neg_conj_kernel_cuda|{FOREACH_COPY}")
-MEMCPY_DIRECTIONS = {"DtoD": "memcpy", "HtoD": "memcpy_htod", "DtoH": "memcpy_dtoh"}
-# What an Nsight Systems export holds, as rows of `_rows`; a table is there only if it has rows.
+DIRECTIONS = {"DtoD": "memcpy", "HtoD": "memcpy_htod", "DtoH": "memcpy_dtoh"}
+# The kernels behind _foreach_copy_ (ForeachBinaryOpList.cu) and copy_ (Copy.cu).
+FOREACH_COPY = r"multi_tensor_apply_kernel.*\bCopy(?:Functor)?<"
+COPY_KERNEL = re.compile(rf"direct_copy_kernel|\w_copy_kernel_cuda|neg_conj_kernel_cuda|{FOREACH_COPY}")
+
 NSYS_TABLES = {
     "CUPTI_ACTIVITY_KIND_RUNTIME": "runtime",
     "NVTX_EVENTS": "user_annotation",
@@ -76,8 +76,10 @@ NSYS_TABLES = {
     "CUPTI_ACTIVITY_KIND_MEMSET": "memset",
     "CUPTI_ACTIVITY_KIND_GRAPH_TRACE": "graph",
 }
-NSYS_COLUMNS = ("globalTid", "globalPid", "deviceId", "streamId", "correlationId", "bytes", "copyKind",
-                "nameId", "textId", "text", "demangledName")  # fmt: skip
+NSYS_COLUMNS = (
+    "globalTid", "globalPid", "deviceId", "streamId", "correlationId", "bytes", "copyKind",
+    "nameId", "textId", "text", "demangledName",
+)  # fmt: skip
 NSYS_QUERY = """
     SELECT 'X', '{category}',
         COALESCE({text}, value, 'Memcpy ' || CASE {copyKind} WHEN 1 THEN 'HtoD' WHEN 2 THEN 'DtoH'
@@ -91,45 +93,33 @@ _LIST_START = re.compile(rb'\A\s*\[|"traceEvents"\s*:\s*\[')
 _BETWEEN_EVENTS = re.compile(rb"\}\s*,\s*\{")
 _ABSENT = np.iinfo(np.int64).min
 
-if msgspec is not None:
-
-    class _Args(msgspec.Struct, gc=False):
-        stream: int | None = None
-        device: int | None = None
-        correlation: int | None = None
-        bytes: int | None = None
-
-    class _Event(msgspec.Struct, gc=False):
-        ph: str | None = None
-        name: str | None = None
-        cat: str | None = None
-        ts: Decimal | None = None  # 1.7e15 us since 1970: a float would round to 0.25 us
-        dur: float | None = None
-        pid: int | str | None = None
-        tid: int | str | None = None
-        args: _Args | None = None
-
-    class _Device(msgspec.Struct):
-        id: int | None = None
-        name: str | None = None
-
-    class _Trace(msgspec.Struct):
-        traceEvents: list[_Event]  # the file's own spelling
-        deviceProperties: list[_Device] | None = None
-
-    _DECODER = msgspec.json.Decoder(_Trace | list[_Event])
-    _NO_ARGS = _Args()
+if msgspec is not None:  # only the needed fields, typed
+    _Args = msgspec.defstruct(
+        "_Args", [(f, int | None, None) for f in ("device", "stream", "correlation", "bytes")], gc=False
+    )
+    _Event = msgspec.defstruct(
+        "_Event",
+        [(f, str | None, None) for f in ("ph", "cat", "name")]
+        # 1.7e15 us since 1970: a float would round ts to 0.25 us
+        + [("ts", Decimal | None, None), ("dur", float | None, None)]
+        + [("pid", int | str | None, None), ("tid", int | str | None, None), ("args", _Args | None, None)],
+        gc=False,
+    )
+    _Trace = msgspec.defstruct(
+        "_Trace", [("traceEvents", list[_Event]), ("deviceProperties", list[dict] | None, None)]
+    )
+    _DECODER, _NO_ARGS = msgspec.json.Decoder(_Trace | list[_Event]), _Args()
 
 
 def load_trace(path: str | os.PathLike) -> pd.DataFrame:
     """Read a profiler trace into the table described at the top of this module.
 
-    Complete events (`ph` "X") are read; flow, instant, counter and metadata events are not spans and are
-    skipped. An event that cannot be placed (no or negative or non-finite duration, no stream, a category
-    not in CATEGORIES) is left out, and counted in `attrs["left_out"]`.
+    Complete events (`ph` "X") are read; flow, instant, counter and metadata events are no spans. One that
+    cannot be placed (no, a negative or a non-finite duration, no stream, a category not in CATEGORIES) is
+    left out, and `attrs["left_out"]` says how many.
 
-    JSON is decoded in blocks of 8 MiB, so memory goes with the table rather than with the text: loading a
-    file of 1 GB grows the process by @FACTOR@ of the file's size at the peak (measured).
+    JSON is decoded in blocks of 8 MiB, so memory goes with the table rather than with the text: at the peak a
+    file of 1 GB grows the process by @FACTOR@ times the file's size.
 
     Raises:
         FileNotFoundError: no such file.
@@ -148,53 +138,50 @@ def load_trace(path: str | os.PathLike) -> pd.DataFrame:
             return _collect(_json_blocks(stream, path), path)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"{path}: gzip is truncated or damaged: {error}") from error
-    except sqlite3.DatabaseError as error:
-        raise ValueError(f"{path}: SQLite cannot read it: {error}") from error
+    except sqlite3.Error as error:
+        raise ValueError(f"{path}: not as Nsight Systems exports it: {error}") from error
 
 
-def from_profiler(prof) -> pd.DataFrame:
-    """The table of a finished `torch.profiler.profile` (host events only on a machine without a GPU).
+def from_profiler(prof: torch.profiler.profile) -> pd.DataFrame:
+    """The table of a finished profiler run (host events only on a machine without a GPU).
 
-    PyTorch lets a run be exported once: afterwards export with `to_chrome_trace`.
+    PyTorch lets a run be exported once: export it afterwards with `to_chrome_trace`.
 
     Raises:
-        ValueError: the run is not finished, was exported before, or holds no events.
+        ValueError: the run is not finished, was exported before, or holds no event.
     """
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "profiler.json"
+        path = Path(folder) / "torch.profiler"
         try:
             prof.export_chrome_trace(str(path))
         except (RuntimeError, AssertionError, AttributeError) as error:
-            raise ValueError(
-                f"profiler: the run cannot be exported (unfinished, or exported before): {error}"
-            ) from error
+            raise ValueError(f"profiler: unfinished, or exported before: {error}") from error
         table = load_trace(path)
-    table.attrs |= {"source": "torch.profiler", "evidence": "measured"}
+    table.attrs["evidence"] = "measured"
     return table
 
 
 def to_chrome_trace(table: pd.DataFrame, path: str | os.PathLike) -> None:
-    """Write a table as Chrome JSON (gzip where the name ends in .gz) for Perfetto, or for `load_trace` again."""
-    path = Path(path)
-    categories = {kind: category for category, kind in reversed(CATEGORIES.items())}
-    events, tracks = [], {}
+    """Write a table as Chrome JSON, for Perfetto or for `load_trace`; gzip where the name ends in .gz."""
+    path, category = Path(path), {kind: category for category, kind in reversed(CATEGORIES.items())}
+    events, lanes = [], {}
     for row in table.itertuples(index=False):
-        device, process = _track_parts(row.track)
+        process = re.search(r"host (\S+):|stream \S+ of (\S+)$", row.track)
+        gpu = re.match(r"gpu (\d+) ", row.track)
+        device, owner = int(gpu[1]) if gpu else 0, f"host {process[1] or process[2]}" if process else "host"
         host = row.kind in HOST_KINDS
-        pid, tid = (1_000_000 + process, row.thread) if host else (device, row.stream)
-        tracks[pid, tid] = row.track
-        args = {"device": device, "stream": row.stream} if not host else {}
-        args |= {"correlation": row.correlation} if row.correlation >= 0 else {}
+        args = {"correlation": row.correlation} if row.correlation >= 0 else {}
+        args |= {} if host else {"device": device, "stream": row.stream}
         args |= {"bytes": int(row.bytes)} if row.bytes == row.bytes else {}
-        category = categories.get(row.kind, "memcpy" if row.kind.startswith("memcpy") else "kernel")
-        events.append({"ph": "X", "cat": category, "name": row.name, "pid": pid, "tid": tid,
-                       "ts": round(row.start_us, 3), "dur": round(row.dur_us, 3), "args": args})  # fmt: skip
-    events += [{"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}}
-               for (pid, tid), name in tracks.items()]  # fmt: skip
-    names = str(table.attrs.get("device", "")).split(", ")
-    document = {"deviceProperties": [{"id": i, "name": name} for i, name in enumerate(names)],
-                "evidence": table.attrs.get("evidence", ""), "traceEvents": events}  # fmt: skip
-    part = path.with_name(path.name + ".part")
+        lane = {"pid": owner if host else device, "tid": row.thread if host else row.stream}
+        lanes[row.track] = lane
+        cat = category.get(row.kind, "gpu_memcpy" if row.kind.startswith("memcpy") else "kernel")
+        times = {"ts": round(row.start_us, 3), "dur": round(row.dur_us, 3)}
+        events.append({"ph": "X", "cat": cat, "name": row.name, **lane, **times, "args": args})
+    events += [{"ph": "M", "name": "thread_name", **lanes[t], "args": {"name": t}} for t in lanes]
+    gpus = [{"id": i, "name": name} for i, name in enumerate(table.attrs.get("device", "").split(", "))]
+    document = {"deviceProperties": gpus, "evidence": table.attrs.get("evidence", ""), "traceEvents": events}
+    part = path.with_name(f"{path.name}.part")
     try:
         with (gzip.open if path.suffix == ".gz" else open)(part, "wt", encoding="utf-8") as file:
             json.dump(document, file, allow_nan=False)
@@ -212,29 +199,28 @@ def burst_copies(
     with no other device event between them on that stream.
 
     Returns:
-        the trace's columns, its index, and: burst (0, 1, ... by first start), ready_us (when the stream had
-        finished everything before; NaN for its first event), call, call_start_us, call_us (the runtime call;
-        NaN where it was not recorded), op, op_us (the innermost operator or annotation around that call;
-        op_us is NaN for an annotation, which holds more than the copy).
+        the trace's columns and index, and: burst (0, 1, ... by first start), ready_us (when the stream had
+        finished all before; NaN for its first event), call, call_start_us, call_us (the runtime call; NaN
+        where it was not recorded), op, op_start_us, op_us (the innermost operator or annotation around that
+        call; op_us is NaN for an annotation, which holds more than the copy).
+
+    Raises:
+        ValueError: min_copies below 1, or a kind that is none of DEVICE_KINDS.
     """
     if min_copies < 1:
         raise ValueError(f"min_copies: expected at least 1, got {min_copies}")
     if unknown := set(kinds) - set(DEVICE_KINDS):
         raise ValueError(f"kinds: expected some of {DEVICE_KINDS}, got {sorted(unknown)}")
     device = trace[trace["kind"].isin(DEVICE_KINDS)].sort_values(["track", "start_us"], kind="stable")
-    track, is_copy = device["track"].cat.codes.to_numpy(), device["kind"].isin(kinds).to_numpy()
+    track, is_copy = device["track"].cat.codes, device["kind"].isin(kinds)
     end = device["start_us"] + device["dur_us"]
     device["ready_us"] = end.groupby(track).cummax().groupby(track).shift()
-    starts_run = np.ones(len(device), bool)
-    starts_run[1:] = (track[1:] != track[:-1]) | (is_copy[1:] != is_copy[:-1])
-    run = np.cumsum(starts_run) - 1
-    copies = device[is_copy & (np.bincount(run, minlength=1)[run] >= min_copies)]
-    run = run[device.index.get_indexer(copies.index)] if len(copies) else run[:0]
-    first = copies["start_us"].groupby(run).transform("first")
-    order = np.lexsort((copies["start_us"], run, first))
-    copies = copies.iloc[order]
-    copies["burst"] = pd.factorize(run[order])[0]
-    return _join_calls(copies, trace)
+    device["run"] = (track.diff().ne(0) | is_copy.ne(is_copy.shift())).cumsum()
+    runs = device[is_copy].groupby("run")["start_us"]
+    copies = device[is_copy].assign(size=runs.transform("size"), first=runs.transform("first"))
+    copies = copies[copies["size"] >= min_copies].sort_values(["first", "run"], kind="stable")
+    copies["burst"] = pd.factorize(copies["run"])[0]
+    return copies.drop(columns=["run", "size", "first"]).join(_calls(copies, trace), on="correlation")
 
 
 def find_copy_bursts(
@@ -242,80 +228,78 @@ def find_copy_bursts(
 ) -> pd.DataFrame:
     """Bursts of device copies (see `burst_copies`), one row each, in order of start.
 
+    With kinds=("memcpy",) copies are device-to-device memcpys only. The idle time is that of the stream:
+    another stream of the device may have been at work.
+
     Returns:
         stream, track, n_copies, bytes (of the copies whose size is known), start_us, span_us (first start to
-        last end), busy_us (in which the stream copied), idle_share (1 - busy / span), host_us (summed
-        runtime calls), host_span_us (start of the first call to the end of the last), op_us (summed operators
-        around them), call and op (the most frequent), regime ("host-bound": most of the idle time was spent
-        before copies whose call had not yet returned when the stream ran dry; "queued" otherwise; "unknown"
-        where half of the calls were not recorded), joined (copies with a recorded call), n_fused and fused_us
-        (foreach kernels among them, which are grouped already), sizes (float array: bytes of the others).
-        The idle time is that of the stream: another stream of the device may have been at work.
+        last end), busy_us (in which the stream copied), idle_share (1 - busy / span), host_us (summed runtime
+        calls), host_span_us (start of the first call to the end of the last), op_us (summed operators around
+        them), n_fused and fused_us (foreach kernels, which are grouped already), call and op (the most
+        frequent), regime, sizes (float array: bytes of the copies that are no foreach kernel).
+        regime is "host-bound" where most of the idle time came before copies whose call had not returned when
+        the stream ran dry, else "queued"; "unknown" where half of the calls or more were not recorded.
     """
     copies = burst_copies(trace, min_copies, kinds)
-    end = copies["start_us"] + copies["dur_us"]
-    group = copies["burst"]
-    done = end.groupby(group).cummax().groupby(group).shift()
-    copies["busy"] = (end - np.fmax(copies["start_us"], done)).clip(lower=0)
-    idle = (copies["start_us"] - done).clip(lower=0).fillna(0)
-    copies["waited"] = idle.where(copies["call_start_us"] + copies["call_us"] > copies["ready_us"], 0)
-    copies["idle"], copies["end"] = idle, end
-    copies["call_end"] = copies["call_start_us"] + copies["call_us"]
-    fused = copies["name"].astype(str).str.contains(FOREACH_COPY.replace("(Functor)", "(?:Functor)"))
-    copies["fused"], copies["fused_us"] = fused, copies["dur_us"].where(fused, 0.0)
-    grouped = copies.groupby("burst")
-    bursts = grouped.agg(
+    burst, end = copies["burst"], copies["start_us"] + copies["dur_us"]
+    done = end.groupby(burst).cummax().groupby(burst).shift()
+    idle = (copies["start_us"] - done).clip(lower=0)
+    call_end = copies["call_start_us"] + copies["call_us"]
+    fused = copies["name"].astype(str).str.contains(FOREACH_COPY)
+    copies = copies.assign(
+        end=end, idle=idle, call_end=call_end, fused=fused, fused_us=copies["dur_us"].where(fused, 0.0),
+        busy=(end - np.fmax(copies["start_us"], done)).clip(lower=0),
+        waited=idle.where(call_end > copies["ready_us"], 0),
+        # a graph launch or a foreach call stands behind several copies, and counts once
+        host_us=copies["call_us"].where(~copies.duplicated(["burst", "correlation"])),
+        op_us=copies["op_us"].where(~copies.duplicated(["burst", "op_start_us"])),
+    )  # fmt: skip
+    rows = copies.groupby("burst")
+    bursts = rows.agg(
         stream=("stream", "first"), track=("track", "first"), n_copies=("start_us", "size"),
-        bytes=("bytes", "sum"), start_us=("start_us", "first"), span_us=("end", "max"), busy_us=("busy", "sum"),
-        host_us=("call_us", "sum"), host_span_us=("call_end", "max"), op_us=("op_us", "sum"),
-        joined=("call_us", "count"), n_fused=("fused", "sum"), fused_us=("fused_us", "sum"),
+        bytes=("bytes", "sum"), start_us=("start_us", "first"), span_us=("end", "max"),
+        busy_us=("busy", "sum"), idle_share=("idle", "sum"), host_us=("host_us", "sum"),
+        host_span_us=("call_end", "max"), op_us=("op_us", "sum"),
+        n_fused=("fused", "sum"), fused_us=("fused_us", "sum"),
     )  # fmt: skip
     bursts["span_us"] -= bursts["start_us"]
-    bursts["host_span_us"] -= grouped["call_start_us"].min()
-    bursts.insert(7, "idle_share", 1 - bursts["busy_us"] / bursts["span_us"].replace(0, np.nan))
+    bursts["host_span_us"] -= rows["call_start_us"].min()
+    bursts["idle_share"] = 1 - bursts["busy_us"] / bursts["span_us"].replace(0, np.nan)
     for column in ("call", "op"):
-        bursts[column] = _most_frequent(copies, column).reindex(bursts.index)
-    waiting = grouped["waited"].sum() > grouped["idle"].sum() / 2
-    bursts["regime"] = np.where(waiting, "host-bound", "queued")
-    bursts.loc[bursts["joined"] * 2 <= bursts["n_copies"], "regime"] = "unknown"
-    sizes = copies["bytes"][~fused].groupby(group).apply(np.asarray)
-    bursts["sizes"] = [sizes.get(burst, np.empty(0)) for burst in bursts.index]
+        times = copies.groupby(["burst", column]).size().sort_values(kind="stable").reset_index()
+        bursts[column] = times.groupby("burst")[column].last()
+    waited = rows["waited"].sum() > rows["idle"].sum() / 2
+    known = rows["call_us"].count() * 2 > bursts["n_copies"]
+    bursts["regime"] = np.where(known, np.where(waited, "host-bound", "queued"), "unknown")
+    bursts["sizes"] = [rows.get_group(number)["bytes"][~fused].to_numpy() for number in bursts.index]
     bursts.attrs = dict(trace.attrs)
     return bursts
 
 
-def _most_frequent(copies: pd.DataFrame, column: str) -> pd.Series:
-    counts = copies.groupby(["burst", column], observed=True).size().reset_index(name="n")
-    return counts.sort_values("n", kind="stable").groupby("burst")[column].last()
-
-
-def _join_calls(copies: pd.DataFrame, trace: pd.DataFrame) -> pd.DataFrame:
-    """Add the columns call ... op_us of `burst_copies`."""
-    calls = trace[(trace["kind"] == "runtime") & trace["correlation"].isin(copies["correlation"])]
-    calls = calls[calls["correlation"] >= 0].drop_duplicates("correlation").sort_values("start_us")
+def _calls(copies: pd.DataFrame, trace: pd.DataFrame) -> pd.DataFrame:
+    """The columns call ... op_us of `burst_copies`, by correlation."""
+    calls = trace[(trace["kind"] == "runtime") & trace["correlation"].isin(set(copies["correlation"]) - {-1})]
+    calls = calls.drop_duplicates("correlation").sort_values("start_us")
     ops = trace[trace["kind"].isin(("host_op", "annotation")) & trace["track"].isin(calls["track"].unique())]
     ops = ops.assign(shortest=-ops["dur_us"]).sort_values(["start_us", "shortest"])
-    joined = [calls.assign(op=None, op_start_us=np.nan, op_us=np.nan).iloc[:0]]
+    around = [ops.iloc[:0]]
     for track, here in calls.groupby("track", observed=True):
-        op = ops[ops["track"] == track].reset_index(drop=True)
-        op = op.reindex(_enclosing(op, here["start_us"]))  # position -1 gives a row of NaN
-        op_us = op["dur_us"].where(op["kind"] == "host_op")
-        here = here.assign(op=op["name"].astype(object).to_numpy(), op_start_us=op["start_us"].to_numpy())
-        joined.append(here.assign(op_us=op_us.to_numpy()))
-    calls = pd.concat(joined).set_index("correlation")
-    calls = calls.assign(
-        call=calls["name"].astype(object), call_start_us=calls["start_us"], call_us=calls["dur_us"]
-    )
-    return copies.join(
-        calls[["call", "call_start_us", "call_us", "op", "op_start_us", "op_us"]], on="correlation"
-    )
+        candidates = ops[ops["track"] == track].reset_index(drop=True)
+        positions = _innermost(candidates, here["start_us"])
+        around.append(candidates.reindex(positions).set_index(here.index))  # position -1 gives a row of NaN
+    op = pd.concat(around)[["name", "kind", "start_us", "dur_us"]].reindex(calls.index)
+    return pd.DataFrame({
+        "call": calls["name"].astype(object), "call_start_us": calls["start_us"], "call_us": calls["dur_us"],
+        "op": op["name"].astype(object), "op_start_us": op["start_us"],
+        "op_us": op["dur_us"].where(op["kind"] == "host_op"),
+    }).set_index(calls["correlation"])  # fmt: skip
 
 
-def _enclosing(ops: pd.DataFrame, times: pd.Series) -> np.ndarray:
-    """Position of the innermost of the nested `ops` (sorted by start) around each of the sorted `times`, or -1."""
+def _innermost(ops: pd.DataFrame, times: pd.Series) -> list[int]:
+    """Position of the innermost of the nested `ops` around each time, or -1; both in order of start."""
     start, end = ops["start_us"].tolist(), (ops["start_us"] + ops["dur_us"]).tolist()
     found, stack, following = [], [], 0
-    for time in times.tolist():
+    for time in times:
         while following < len(start) and start[following] <= time:
             while stack and end[stack[-1]] <= start[following]:
                 stack.pop()
@@ -324,7 +308,7 @@ def _enclosing(ops: pd.DataFrame, times: pd.Series) -> np.ndarray:
         while stack and end[stack[-1]] < time:
             stack.pop()
         found.append(stack[-1] if stack else -1)
-    return np.array(found, int)
+    return found
 
 
 class _Numbering(dict):
@@ -335,42 +319,7 @@ class _Numbering(dict):
         return number
 
 
-def _collect(
-    blocks: Iterable[tuple[list[tuple], dict]], path: Path, microseconds: float = 1.0
-) -> pd.DataFrame:
-    """Turn blocks of rows (see `_rows`) into the table; `microseconds` is the unit of their ts and dur."""
-    names, processes = _Numbering(), _Numbering()  # (category, name), and process ids, which may be text
-    chunks, gpus, origin = [], {}, None
-    for rows, gpus_here in blocks:
-        gpus |= gpus_here
-        rows = [row for row in rows if row[0] == "X"]
-        if not rows:
-            continue
-        _, category, name, ts, dur, pid, tid, *numbers = zip(*rows)
-        origin = next((t for t in ts if t is not None), None) if origin is None else origin
-        pids, tids, device, stream_id, correlation, size = map(_integers, (pid, tid, *numbers))
-        chunks.append({
-            "code": np.array([names[key] for key in zip(category, name)]),
-            "start_us": np.array([np.nan if t is None else float(t - origin) for t in ts]) * microseconds,
-            "dur_us": np.array(dur, float) * microseconds,
-            "process": np.array([processes[p] for p in pid]),
-            "thread": tids,
-            "device": np.where(device == _ABSENT, pids, device),
-            "stream": np.where(stream_id == _ABSENT, tids, stream_id),
-            "correlation": correlation,
-            "bytes": np.where(size == _ABSENT, np.nan, size),
-        })  # fmt: skip
-    raw = (
-        {column: np.concatenate([chunk[column] for chunk in chunks]) for column in chunks[0]}
-        if chunks
-        else {}
-    )
-    if not raw:
-        raise ValueError(f"{path}: holds no complete event (ph X)")
-    return _table(pd.DataFrame(raw), list(names), list(processes), path, gpus)
-
-
-def _json_blocks(stream: BinaryIO, path: Path) -> Iterator[tuple[list[tuple], dict]]:
+def _json_blocks(stream: BinaryIO, path: Path) -> Iterator[tuple[list[tuple], list]]:
     """Yield what `_rows` gives, block by block.
 
     A block ends between two events. Text that only looks like such a place (in a string, in a list of `args`)
@@ -388,7 +337,7 @@ def _json_blocks(stream: BinaryIO, path: Path) -> Iterator[tuple[list[tuple], di
         if len(text) < 2 * failed:
             continue
         failed = len(text)  # no place found: an event longer than a block, or a long tail after the events
-        for place in list(_BETWEEN_EVENTS.finditer(text, max(0, len(text) - _BLOCK // 8)))[:-4:-1]:
+        for place in list(_BETWEEN_EVENTS.finditer(text, len(text) - _BLOCK // 8))[:-4:-1]:
             with contextlib.suppress(ValueError, RecursionError):
                 yield _rows(head + text[: place.start() + 1] + closing)
                 text, failed = text[place.end() - 1 :], 0
@@ -399,39 +348,91 @@ def _json_blocks(stream: BinaryIO, path: Path) -> Iterator[tuple[list[tuple], di
         raise ValueError(f"{path}: invalid JSON, or cut short: {error}") from error
 
 
-def _rows(text: bytes) -> tuple[list[tuple], dict]:
-    """Decode a trace to rows (ph, cat, name, ts, dur, pid, tid, device, stream, correlation, bytes), and GPU names.
+def _rows(text: bytes) -> tuple[list[tuple], list]:
+    """Decode a trace: its events as rows, and its device properties.
 
-    None stands for a ts or dur that is absent or no finite number.
+    A row is (ph, cat, name, ts, dur, pid, tid, device, stream, correlation, bytes), None for what is absent.
     """
-    with contextlib.suppress(
-        ValueError
-    ):  # NaN, or a field of an unexpected type: json below takes what it can
-        if msgspec is not None:
+    if msgspec is not None:
+        # NaN, or a field of an unexpected type: json below takes what it can
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
             trace = _DECODER.decode(text)
             trace = _Trace(trace) if isinstance(trace, list) else trace
-            pairs = ((e, e.args or _NO_ARGS) for e in trace.traceEvents)
-            rows = [(e.ph, e.cat, e.name, e.ts, e.dur, e.pid, e.tid, a.device, a.stream, a.correlation, a.bytes)
-                    for e, a in pairs]  # fmt: skip
-            return rows, {gpu.id: gpu.name for gpu in trace.deviceProperties or ()}
+            events = ((e, e.args or _NO_ARGS) for e in trace.traceEvents)
+            return [
+                (e.ph, e.cat, e.name, e.ts, e.dur, e.pid, e.tid, a.device, a.stream, a.correlation, a.bytes)
+                for e, a in events
+            ], trace.deviceProperties or []
     trace = json.loads(text.decode("utf-8", "replace"), parse_float=Decimal, parse_constant=lambda _: None)
     trace = {"traceEvents": trace} if isinstance(trace, list) else trace
-    gpus = [gpu for gpu in trace.get("deviceProperties") or () if isinstance(gpu, dict)]
-    return [_row(e) for e in trace["traceEvents"]], {gpu.get("id"): gpu.get("name") for gpu in gpus}
+    return [_row(event) for event in trace["traceEvents"]], trace.get("deviceProperties") or []
 
 
 def _row(event: object) -> tuple:
-    """One event as `_rows` gives it, whatever it is; what is no event counts as one of no category."""
-    event = event if isinstance(event, dict) else {"ph": "X", "name": "no event"}
+    """One event as in `_rows`, whatever its fields are; what is no event counts as one of no category."""
+    event = event if isinstance(event, dict) else {"ph": "X"}
     args = event.get("args") if isinstance(event.get("args"), dict) else {}
-    times = (t if isinstance(t := event.get(field), int | Decimal) else None for field in ("ts", "dur"))
-    texts = (None if v is None else str(v) for v in map(event.get, ("ph", "cat", "name")))
-    ids = (v if isinstance(v, int | str) else None for v in map(event.get, ("pid", "tid")))
-    return (*texts, *times, *ids, *map(args.get, ("device", "stream", "correlation", "bytes")))
+    texts = (None if value is None else str(value) for value in map(event.get, ("ph", "cat", "name")))
+    times = (t if isinstance(t, int | Decimal) else None for t in map(event.get, ("ts", "dur")))
+    ids = (value if isinstance(value, int | str) else None for value in map(event.get, ("pid", "tid")))
+    return *texts, *times, *ids, *map(args.get, ("device", "stream", "correlation", "bytes"))
+
+
+def _nsys_rows(path: Path) -> tuple[list[tuple], list]:
+    """What `_rows` gives, from an Nsight Systems export; ts and dur in nanoseconds."""
+    rows: list[tuple] = []
+    with contextlib.closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as db:
+        tables = {name for (name,) in db.execute("SELECT name FROM sqlite_master")}
+        if "StringIds" not in tables or tables.isdisjoint(NSYS_TABLES):
+            raise ValueError(f"{path}: SQLite, but no Nsight Systems export: expected StringIds and some of "
+                             f"{', '.join(NSYS_TABLES)}, got {sorted(tables)}")  # fmt: skip
+        for table in tables & set(NSYS_TABLES):
+            present = {column[1] for column in db.execute(f"PRAGMA table_info({table})")}
+            field = {c: f"[{c}]" if c in present else "NULL" for c in NSYS_COLUMNS}
+            task = f"COALESCE({field['globalTid']}, {field['globalPid']})"  # process and thread, 24 bits each
+            rows += db.execute(
+                NSYS_QUERY.format(**field, task=task, category=NSYS_TABLES[table], table=table)
+            )
+        gpus = db.execute("SELECT id, name FROM TARGET_INFO_GPU") if "TARGET_INFO_GPU" in tables else ()
+        gpus = [{"id": number, "name": name} for number, name in gpus]
+    if len({row[5] for row in rows}) > 1:  # correlations count from 1 in every process
+        rows = [(*row[:9], (row[5] or 0) << 32 | (row[9] or 0), row[10]) for row in rows]
+    return rows, gpus
+
+
+def _collect(blocks: Iterable[tuple[list, list]], path: Path, microseconds: float = 1.0) -> pd.DataFrame:
+    """Turn blocks of `_rows` into the table; `microseconds` is the unit of their ts and dur."""
+    names, processes = _Numbering(), _Numbering()  # (category, name), and process ids, which may be text
+    chunks, gpus, origin = [], {}, None
+    for rows, properties in blocks:
+        gpus |= {gpu.get("id"): str(gpu.get("name")) for gpu in properties if isinstance(gpu, dict)}
+        rows = [row for row in rows if row[0] == "X"]
+        if not rows:
+            continue
+        _, category, name, ts, dur, pid, tid, *numbers = zip(*rows)
+        origin = next((t for t in ts if t is not None), None) if origin is None else origin
+        pids, thread, device, stream, correlation, size = map(_integers, (pid, tid, *numbers))
+        chunks.append({
+            "code": np.array([names[key] for key in zip(category, name)]),
+            "start_us": np.array([np.nan if t is None else float(t - origin) for t in ts]) * microseconds,
+            "dur_us": np.array(dur, float) * microseconds,
+            "process": np.array([processes[p] for p in pid]),
+            "gpu": np.where(device == _ABSENT, pids, device),
+            "thread": thread,
+            "stream": np.where(stream == _ABSENT, thread, stream),
+            "bytes": np.where(size < 0, np.nan, size),
+            "correlation": np.where(correlation > 0, correlation, -1),
+        })  # fmt: skip
+    if not chunks:
+        raise ValueError(f"{path}: holds no complete event (ph X)")
+    raw = pd.DataFrame(
+        {column: np.concatenate([chunk.pop(column) for chunk in chunks]) for column in list(chunks[0])}
+    )
+    return _table(raw, list(names), list(processes), path, gpus)
 
 
 def _integers(values: Sequence[object]) -> np.ndarray:
-    """int64 array with _ABSENT for what is no integer of 64 bits."""
+    """int64 array, with _ABSENT for what is no integer of 64 bits."""
     try:
         return np.fromiter((_ABSENT if v is None else v for v in values), np.int64, len(values))
     except (TypeError, ValueError, OverflowError):
@@ -439,109 +440,81 @@ def _integers(values: Sequence[object]) -> np.ndarray:
         return np.fromiter(fits, np.int64, len(values))
 
 
-def _nsys_rows(path: Path) -> tuple[list[tuple], dict]:
-    """The rows of an Nsight Systems export as `_rows` gives them, times in nanoseconds, and GPU names."""
-    rows: list[tuple] = []
-    with contextlib.closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as db:
-        tables = {name for (name,) in db.execute("SELECT name FROM sqlite_master")}
-        if "StringIds" not in tables or tables.isdisjoint(NSYS_TABLES):
-            raise ValueError(f"{path}: SQLite, but no Nsight Systems export: expected StringIds and at least one "
-                             f"of {', '.join(NSYS_TABLES)}, got {sorted(tables)}")  # fmt: skip
-        for table in tables & set(NSYS_TABLES):
-            present = {column[1] for column in db.execute(f"PRAGMA table_info({table})")}
-            has = {c: f"[{c}]" if c in present else "NULL" for c in NSYS_COLUMNS}
-            task = "COALESCE({globalTid}, {globalPid})".format(**has)  # process and thread, 24 bits each
-            query = NSYS_QUERY.format(**has, task=task, category=NSYS_TABLES[table], table=table)
-            rows += db.execute(query).fetchall()
-        gpus = dict(db.execute("SELECT id, name FROM TARGET_INFO_GPU")) if "TARGET_INFO_GPU" in tables else {}
-    if len({row[5] for row in rows}) > 1:  # correlations count from 1 in every process
-        rows = [(*row[:9], (row[5] or 0) << 32 | (row[9] or 0), row[10]) for row in rows]
-    return rows, gpus
-
-
 def _kind(category: str | None, name: str | None) -> str | None:
     kind = CATEGORIES.get((category or "").lower())
     if kind == "memcpy":
-        return next((k for way, k in MEMCPY_DIRECTIONS.items() if way in (name or "")), "memcpy_other")
+        return next((k for direction, k in DIRECTIONS.items() if direction in (name or "")), "memcpy_other")
     return "copy_kernel" if kind == "kernel" and COPY_KERNEL.search(name or "") else kind
 
 
 def _table(raw: pd.DataFrame, names: list[tuple], processes: list, path: Path, gpus: dict) -> pd.DataFrame:
-    """Leave out what cannot be placed and say so, name the tracks, and order the events."""
-    order = {kind: number for number, kind in enumerate(KINDS)}
-    kind = np.array([order.get(_kind(*name), -1) for name in names])[raw["code"]]
-    device = kind >= len(HOST_KINDS)
-    categories = np.array([f"of category {category!r}" for category, _ in names], object)[raw["code"]]
-    left_out: list[str] = []
-    keep = np.ones(len(raw), bool)
-    for wrong, why in (
-        (kind < 0, None),
-        (~np.isfinite(raw["start_us"] + raw["dur_us"]), "without a finite ts and dur"),
-        (raw["dur_us"] < 0, "with a negative duration"),
-        (device & (raw["stream"] == _ABSENT), "on a device, without a stream"),
-        (~device & (raw["thread"] == _ABSENT), "on the host, without a thread"),
-    ):
-        wrong = keep & np.asarray(wrong)
-        reasons = Counter(categories[wrong]) if why is None else {why: wrong.sum()}
-        left_out += [f"{n} events {reason} are left out" for reason, n in reasons.items() if n]
-        keep &= ~wrong
-    if not keep.any():
+    """Leave out what cannot be placed and say so, name the tracks, order the events."""
+    code_of = {kind: number for number, kind in enumerate(KINDS)}
+    raw["kind"] = np.array([code_of.get(_kind(*key), -1) for key in names])[raw["code"]]
+    raw["device"] = raw["kind"] >= len(HOST_KINDS)
+    categories = raw["code"][raw["kind"] < 0].map(dict(enumerate(category for category, _ in names)))
+    left_out = [
+        f"{n} events of category {category!r} left out" for category, n in Counter(categories).items()
+    ]
+    raw = raw[raw["kind"] >= 0]
+    for why, wrong in {
+        "no finite ts and dur": lambda e: ~np.isfinite(e["start_us"] + e["dur_us"]),
+        "a negative duration": lambda e: e["dur_us"] < 0,
+        "no stream": lambda e: e["device"] & (e["stream"] == _ABSENT),
+        "no thread": lambda e: ~e["device"] & (e["thread"] == _ABSENT),
+    }.items():
+        wrong = wrong(raw)
+        left_out += [f"{wrong.sum()} events with {why} left out"] if wrong.any() else []
+        raw = raw[~wrong]
+    if raw.empty:
         raise ValueError(f"{path}: no event could be read: {'; '.join(left_out)}")
-    raw, kind, device = raw[keep].reset_index(drop=True), kind[keep], device[keep]
 
-    call = (kind == order["runtime"]) & (raw["correlation"] > 0)
-    twice = raw["correlation"].isin(raw["correlation"][call][raw["correlation"][call].duplicated()])
+    call = raw[raw["kind"].eq(code_of["runtime"]) & raw["correlation"].ge(0)].set_index("correlation")[
+        "process"
+    ]
+    twice = raw["correlation"].isin(call.index[call.index.duplicated()])
+    raw = raw.assign(correlation=raw["correlation"].where(~twice, -1))
     if twice.any():
-        left_out.append(f"{twice.sum()} events have a correlation that several host calls claim: not joined")
-    raw.loc[twice | (raw["correlation"] <= 0), "correlation"] = -1
-    host_processes = raw["process"][~device].nunique()
-    caller = raw[call & ~twice].set_index("correlation")["process"]
-    owner = raw["correlation"].map(caller).fillna(-1).astype(int).where(device, raw["process"])
+        left_out.append(f"{twice.sum()} events not joined: several host calls have their correlation")
+    # A device event of JSON does not name its process; with several in the file it is that of its host call.
+    several = raw["process"][~raw["device"]].nunique() > 1
+    caller = raw["correlation"].map(call[~call.index.duplicated(keep=False)]).fillna(-1).astype(int)
     lanes = pd.DataFrame({
-        "device": device, "process": owner if host_processes > 1 else 0, "gpu": raw["device"].where(device, 0),
-        "lane": raw["stream"].where(device, raw["thread"]),
+        "device": raw["device"], "process": caller.where(raw["device"], raw["process"]) if several else -1,
+        "gpu": raw["gpu"].where(raw["device"], 0),
+        "number": raw["stream"].where(raw["device"], raw["thread"]),
     })  # fmt: skip
-    several = lanes["gpu"][device].nunique() > 1
-    labels = []
+    several_gpus, labels = lanes["gpu"][lanes["device"]].nunique() > 1, []
     for lane in lanes.drop_duplicates().itertuples(index=False):
-        owner = f"{processes[lane.process]}" if host_processes > 1 and lane.process >= 0 else ""
+        owner = processes[lane.process] if lane.process >= 0 else ""
         if lane.device:
-            label = f"gpu {lane.gpu} stream {lane.lane}" if several else f"stream {lane.lane}"
-            labels.append(f"{label} of {owner}" if owner else label)
+            gpu = f"gpu {lane.gpu} " if several_gpus else ""
+            labels.append(f"{gpu}stream {lane.number}" + (f" of {owner}" if owner != "" else ""))
         else:
-            labels.append(f"host {owner}:{lane.lane}" if owner else f"host {lane.lane}")
-    track = lanes.groupby(list(lanes), sort=False).ngroup().to_numpy()
+            labels.append(f"host {owner}:{lane.number}" if owner != "" else f"host {lane.number}")
+    track = lanes.groupby(list(lanes), sort=False).ngroup()
 
-    name_codes, unique_names = pd.factorize(np.array([name or "" for _, name in names], object))
-    whole = bool((raw["start_us"] % 1 == 0).all() and (raw["dur_us"] % 1 == 0).all())
+    code, unique_names = pd.factorize(np.array([name or "" for _, name in names], object))
     table = pd.DataFrame({
-        "name": pd.Categorical.from_codes(name_codes[raw["code"]], unique_names),
-        "kind": pd.Categorical.from_codes(kind, list(KINDS)),
+        "name": pd.Categorical.from_codes(code[raw["code"]], unique_names),
+        "kind": pd.Categorical.from_codes(raw["kind"], list(KINDS)),
         "track": pd.Categorical.from_codes(track, labels),
-        "stream": raw["stream"].where(device, -1), "thread": raw["thread"].where(~device, -1),
+        "stream": raw["stream"].where(raw["device"], -1), "thread": raw["thread"].where(~raw["device"], -1),
         "start_us": raw["start_us"] - raw["start_us"].min(), "dur_us": raw["dur_us"],
         "bytes": raw["bytes"], "correlation": raw["correlation"],
     }).sort_values("start_us", kind="stable", ignore_index=True)  # fmt: skip
-    on_device = table[table["kind"].isin(DEVICE_KINDS)]
-    if on_device.empty:
+    device = table[table["kind"].isin(DEVICE_KINDS)]
+    ready = (device["start_us"] + device["dur_us"]).groupby(device["track"], observed=True).cummax()
+    overlaps = int((ready.groupby(device["track"], observed=True).shift() > device["start_us"] + 2).sum())
+    if device.empty:
         left_out.append("no GPU event in the file: only the host side can be shown")
-    end = (on_device["start_us"] + on_device["dur_us"]).groupby(on_device["track"], observed=True)
-    overlaps = int(
-        (end.cummax().groupby(on_device["track"], observed=True).shift() > on_device["start_us"] + 2).sum()
-    )
     if overlaps:
-        left_out.append(f"{overlaps} device events start before an earlier one on their stream ends: several "
-                        "processes or devices may share its name here; busy time counts overlaps once")  # fmt: skip
-    used = sorted(set(raw["device"][device]) & set(gpus))
+        left_out.append(f"{overlaps} device events overlap on their stream: several processes or devices may "
+                        "share its name here; time is counted once")  # fmt: skip
+    whole = bool((table["start_us"] % 1 == 0).all() and (table["dur_us"] % 1 == 0).all())
+    used = [gpus[gpu] for gpu in sorted(set(raw["gpu"][raw["device"]]) & set(gpus))]
     table.attrs = {
-        "source": path.name, "device": ", ".join(dict.fromkeys(str(gpus[i]) for i in used)), "evidence": "recorded",
+        "source": path.name, "device": ", ".join(dict.fromkeys(used)), "evidence": "recorded",
         "resolution_us": 1.0 if whole else 0.001, "left_out": left_out,
     }  # fmt: skip
     return table
-
-
-def _track_parts(track: str) -> tuple[int, str]:
-    """Device number and process label out of a track's name."""
-    gpu = re.match(r"gpu (\d+) ", track)
-    process = re.search(r"host (\S+):|stream \S+ of (\S+)$", track)
-    return int(gpu[1]) if gpu else 0, (process[1] or process[2]) if process else ""
