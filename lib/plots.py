@@ -5,12 +5,13 @@ Colours are Okabe and Ito's, which colour-blind readers can tell apart; lightnes
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import matplotlib.pyplot as plt
 import seaborn as sns
 from matplotlib.patches import Patch
+from matplotlib.transforms import ScaledTranslation
 
 from lib.routes import Launch
 from lib.timing import Timing, quartiles
@@ -92,7 +93,10 @@ def show(fig: Figure, name: str, alt: str, evidence: str) -> None:
     """
     from IPython.display import display
 
-    fig.text(0.01, -0.02, evidence, fontsize=8.5, color="#555555", va="top", ha="left")
+    fig.draw_without_rendering()  # settles the layout, which then stays as it is
+    fig.set_layout_engine("none")
+    below = fig.get_tightbbox().y0 / fig.get_figheight() - 0.01
+    fig.text(0.01, below, evidence, fontsize=8.5, color="#555555", va="top", ha="left")
     display(fig, metadata={"image/png": {"name": name, "alt": alt, "evidence": evidence}})
     plt.close(fig)
 
@@ -131,11 +135,25 @@ def timeline(
     axes[-1, 0].set_xlim(0, end * 1.02)
     axes[-1, 0].set_xlabel("time (µs)")
     fig.suptitle(title, x=0.01, ha="left", fontweight="bold", fontsize=13)
+    _legend_of_kinds(axes[-1, 0], kinds)
+    return fig
+
+
+def _legend_of_kinds(ax: Axes, kinds: Iterable[str]) -> None:
+    """Below the axis label, at a distance in points, so that it fits axes of any height."""
     handles = [
         Patch(color=KIND_COLOURS.get(kind, "#BBBBBB"), label=KIND_NAMES.get(kind, kind)) for kind in kinds
     ]
-    fig.legend(handles=handles, loc="outside lower right", ncols=4, fontsize=9)
-    return fig
+    below = ax.transAxes + ScaledTranslation(0, -46 / 72, ax.figure.dpi_scale_trans)
+    ax.legend(
+        handles=handles,
+        loc="upper right",
+        bbox_to_anchor=(1, 0),
+        bbox_transform=below,
+        ncols=5,
+        fontsize=9,
+        borderaxespad=0,
+    )
 
 
 def _draw_lane(ax: Axes, y: float, table: pd.DataFrame, end: float, hatched: bool) -> None:
@@ -176,8 +194,7 @@ def launch_counts(launches: Mapping[str, Sequence[Launch]], title: str) -> Figur
     ax.tick_params(axis="y", length=0)
     ax.set_xlim(0)
     ax.xaxis.get_major_locator().set_params(integer=True)
-    handles = [Patch(color=KIND_COLOURS[kind], label=KIND_NAMES.get(kind, kind)) for kind in order]
-    fig.legend(handles=handles, loc="outside lower right", ncols=3, fontsize=9)
+    _legend_of_kinds(ax, order)
     return fig
 
 

@@ -72,9 +72,9 @@ def measured_lanes(
 ) -> dict[str, pd.DataFrame]:
     """What torch.profiler sees of one `run()` on this machine: a host lane and, on CUDA, each stream's.
 
-    Of several runs the one of median length is shown. The profiler itself slows the host, so what counts here
-    is order and shares, not the sum; times to compare come from `lib.timing`. Of nested operators only the
-    outermost is kept.
+    Of several runs the shortest, which is the least disturbed one, is shown. The profiler itself slows the
+    host, so what counts here is order and shares, not the sum; times to compare come from `lib.timing`. Of
+    nested operators only the outermost is kept.
     """
     on_gpu = torch.device(device).type == "cuda"
     activities = [torch.profiler.ProfilerActivity.CPU]
@@ -90,8 +90,7 @@ def measured_lanes(
                 torch.cuda.synchronize()
     table = from_profiler(prof)
     steps = table[(table.kind == "annotation") & (table.name == "one step")].sort_values("start_us")
-    median = steps.sort_values("dur_us").index[len(steps) // 2]
-    start = steps.start_us[median]
+    start = steps.start_us[steps.dur_us.idxmin()]
     following = steps.start_us[steps.start_us > start]
     stop = following.iloc[0] if len(following) else float("inf")
     table = table[(table.start_us >= start) & (table.start_us < stop)]
