@@ -2,7 +2,8 @@
 
     PYTHONPATH=. python data/models/train.py            # from the project's root
 
-Fixed seeds and step counts: the same machine gives the same weights. The log (training_log.csv) is written beside.
+Fixed seeds and step counts: the same machine gives the same weights. The log, training_log.csv, and the held-out
+prompts are written beside them.
 """
 
 import argparse
@@ -20,24 +21,22 @@ from lib.eagle.model import EagleHead, TargetModel, causal_attention
 
 HERE = Path(__file__).resolve().parent
 SEED = 20260617
-CONTEXT, BATCH = 160, 32
-TARGET_STEPS, HEAD_STEPS, UNROLL = 1300, 700, 3
+CONTEXT, BATCH = 128, 24
+TARGET_STEPS, HEAD_STEPS, UNROLL = 1000, 600, 3
 
 TEMPLATES = (
-    "{name} ships {n} crates of {good} from {city} to {city2}, seal {code}",
+    "{name} ships {n} crates of {good} from {city}, seal {code}",
     "lot {n}: {good} for {name} in {city}, seal {code}",
-    "{city} harbour, berth {d}: {n} barrels of {good}, code {code}",
+    "{city} harbour, berth {n}: a barrel of {good}, code {code}",
     "the clerk {name} wrote {n} bales of {good} to {city}, code {code}",
-    "at {d} o'clock {name} weighed the {good} of {city}, mark {code}",
-    "owed by {name} to {name2}: {n} sacks of {good}, mark {code}",
+    "on day {n} {name} weighed the {good} of {city}, mark {code}",
+    "owed by {name} of {city} to {name2}: {n} sacks of {good}, mark {code}",
 )
-NAMES = "Aldous Berit Casimir Dorte Emeric Frieda Gustav Hedda Imre Jorun Klara Lothar".split()
-GOODS = (
-    "amber barley copper flax glass hemp indigo linen madder ochre pepper resin saffron tallow walnut".split()
-)
-CITIES = (
-    "Antwerp Bergen Cadiz Danzig Elbing Genoa Hamburg Kalmar Lisbon Malmo Narva Reval Stettin Visby".split()
-)
+# fmt: off
+NAMES = ("Aldous", "Berit", "Casimir", "Dorte", "Emeric", "Frieda", "Gustav", "Hedda", "Imre", "Jorun", "Klara", "Lothar")
+GOODS = ("amber", "barley", "copper", "flax", "glass", "hemp", "indigo", "linen", "madder", "ochre", "pepper", "resin")
+CITIES = ("Antwerp", "Bergen", "Cadiz", "Danzig", "Elbing", "Genoa", "Hamburg", "Kalmar", "Lisbon", "Malmo", "Narva", "Reval")
+# fmt: on
 LETTERS = "bdfgklmnprst"
 
 
@@ -54,18 +53,14 @@ def markov_chain(rng: random.Random) -> dict[str, list[float]]:
 
 
 def make_line(rng: random.Random, chain: dict[str, list[float]]) -> str:
-    code = "".join(rng.choices(LETTERS, k=3))
+    """A template filled in. The code's first letters follow from good, city and number, the rest from the chain."""
+    good, city, n = rng.randrange(12), rng.randrange(12), rng.randint(2, 99)
+    code = LETTERS[good] + LETTERS[city] + LETTERS[n % 10]
     for _ in range(rng.randint(9, 15)):
         code += rng.choices(LETTERS, chain[code[-3:]])[0]
+    name, name2 = rng.sample(NAMES, 2)
     return rng.choice(TEMPLATES).format(
-        name=rng.choice(NAMES),
-        name2=rng.choice(NAMES),
-        good=rng.choice(GOODS),
-        city=rng.choice(CITIES),
-        city2=rng.choice(CITIES),
-        n=rng.randint(2, 99),
-        d=rng.randint(1, 9),
-        code=code,
+        name=name, name2=name2, good=GOODS[good], city=CITIES[city], n=n, code=code
     )
 
 
@@ -177,7 +172,7 @@ def main() -> None:
     output = parser.parse_args().output
     output.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(SEED)
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     config = EagleConfig.tiny(dtype=torch.float32)
     target = TargetModel(config)
     head = EagleHead(config, target.embed, target.lm_head)

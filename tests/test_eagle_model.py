@@ -1,0 +1,172 @@
+"""The models, path by path, against recomputations without cache, pool, tree or graph."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lib.eagle import DraftBatch, EagleConfig
+from lib.eagle.model import DraftModel, causal_attention, draft_forward, load_prompts, load_trained
+from lib.eagle.worker import EagleWorker, Tree, accept_greedy, build_tree, greedy_decode
+
+torch.set_num_threads(2)
+
+
+def config_of(topk: int, num_steps: int = 3, **overrides) -> EagleConfig:
+    return EagleConfig.tiny(topk=topk, num_steps=num_steps, dtype=torch.float32, **overrides)
+
+
+def all_candidates(topk: int, num_steps: int) -> EagleConfig:
+    """A budget that takes every candidate, so that draft_tokens lists them all in order."""
+    return config_of(topk, num_steps, num_draft_tokens=1 + topk + (num_steps - 1) * topk * topk)
+
+
+@torch.no_grad()
+def plain_head(target, head, text, drafted=()):
+    """Logits of the head at every position of `text` and of a chain `drafted` after it: nothing but causal attention.
+
+    `text` includes the last token that is not committed yet. Returns (len(text) - 1 + len(drafted), V).
+    """
+    n = len(text) - 1
+    positions = torch.arange(n + len(drafted))[None]
+    _, hidden = target(torch.tensor([text[:-1]]), positions[:, :n], causal_attention)
+    tokens = torch.tensor([text[1:] + list(drafted)])
+    for end in range(n, n + len(drafted) + 1):
+        logits, features = head(tokens[:, :end], hidden, positions[:, :end], causal_attention)
+        hidden = torch.cat((hidden, features[:, -1:]), dim=1)  # its own predicted feature fed back
+    return logits[0]
+
+
+def beam_paths(out, request: int, topk: int, num_steps: int) -> list[list[list[int]]]:
+    """[level][lane]: the drafted tokens up to that lane, from the output that lists all candidates."""
+    parents, tokens = out.parent_list[request].tolist(), out.draft_tokens[request].tolist()
+
+    def path(candidate: int) -> list[int]:
+        above = [] if candidate < topk else path(parents[candidate // topk])
+        return [*above, tokens[candidate]]
+
+    beams = [range(topk)]
+    beams += [parents[1 + topk + i * topk :][:topk] for i in range(num_steps - 2)]
+    return [[path(candidate) for candidate in beam] for beam in beams]
+
+
+@pytest.mark.parametrize(("topk", "num_steps"), [(1, 2), (1, 4), (2, 3), (4, 3), (3, 4)])
+def test_draft_and_extend_logits_equal_a_recomputation(topk, num_steps):
+    """Every branch of the tree, and every accepted row of draft-extend, several steps into ragged requests."""
+    config = all_candidates(topk, num_steps)
+    target, head = load_trained(config)
+    worker = EagleWorker(config, target, head)
+    seen = {}
+
+    def draft_eagerly(bs):
+        seen["levels"] = []
+        inputs = worker.draft.buffers.inputs(worker.draft.padded_batch_size(bs))
+        seen["tree"] = draft_forward(worker.draft_model, inputs, seen["levels"])
+        return type(seen["tree"])(*(t[:bs] for t in seen["tree"]))
+
+    replay = worker.extend.replay_graph
+
+    def keep_extend(bs):
+        out = replay(bs)
+        seen["extend"] = out.logits.clone().view(bs, config.num_draft_tokens, -1)
+        return out
+
+    worker.draft.replay_graph, worker.extend.replay_graph = draft_eagerly, keep_extend
+    for prompt in load_prompts()[:3]:
+        worker.submit(prompt, 60)
+    for _ in range(3):
+        worker.step()
+        for i, request in enumerate(worker.running):
+            text, gained = request.prompt + request.output, request.accept_lengths[-1]
+            before, n = text[:-gained], len(text) - gained - 1
+            paths = beam_paths(seen["tree"], i, topk, num_steps)
+            assert len(paths) == num_steps - 1
+            for level, beam in enumerate(paths):
+                for lane, path in enumerate(beam):
+                    expected = plain_head(target, head, before, path)[-1]
+                    torch.testing.assert_close(seen["levels"][level][i, lane], expected, atol=2e-4, rtol=1e-4)
+            torch.testing.assert_close(
+                seen["extend"][i, :gained], plain_head(target, head, text)[n:], atol=2e-4, rtol=1e-4
+            )
+
+
+def test_target_through_the_pool_equals_plain_attention():
+    """Prefill and verify write and read slots in any order; the text and the leads come from plain attention."""
+    config = config_of(4)
+    target, head = load_trained(config)
+    worker = EagleWorker(config, target, head)
+    prompt = load_prompts()[0]
+    request = worker.submit(prompt, 12)
+    worker.run()
+    tokens, leads = greedy_decode(target, [prompt], 12)
+    assert request.output == tokens[0]
+    assert min(leads[0]) > 1e-3
+
+
+def walk(tree: Tree, predictions, request: int) -> list[int]:
+    """Accepted nodes by walking down from the root, as a reader of the EAGLE paper would."""
+    tokens, parents, chosen = tree.tokens[request], tree.parents[request], predictions[request]
+    path, node = [0], 0
+    while True:
+        agreeing = [
+            j for j in range(1, len(tokens)) if parents[j] == node and tokens[j] == chosen[node] and j > node
+        ]
+        if not agreeing:
+            return path
+        node = agreeing[0]
+        path.append(node)
+
+
+@settings(max_examples=150, derandomize=True, deadline=None)
+@given(
+    topk=st.integers(1, 4),
+    num_steps=st.integers(2, 5),
+    seed=st.integers(0, 10**6),
+    sharp=st.sampled_from([1.0, 30.0, 1e4]),
+    data=st.data(),
+)
+def test_tree_and_acceptance_against_a_walk(topk, num_steps, seed, sharp, data):
+    """Also where probabilities saturate at 1 and 0, so that a child ties with its parent."""
+    most = 1 + topk + (num_steps - 1) * topk * topk
+    w = data.draw(st.integers(num_steps + 1, min(most, 24)))
+    config = EagleConfig(
+        hidden_size=16, num_heads=2, intermediate_size=16, vocab_size=12, topk=topk, num_steps=num_steps,
+        num_draft_tokens=w, capture_batch_sizes=(4,), max_context_len=32, dtype=torch.float32,
+    )  # fmt: skip
+    model = DraftModel.random(config, seed=seed)
+    model.head.shared[1].weight.mul_(sharp)
+    batch = DraftBatch.random(config, 4, seed=seed)
+    out = draft_forward(model, {f.name: getattr(batch, f.name) for f in config.table("draft")})
+    root = torch.randint(0, 3, (4,), generator=torch.Generator().manual_seed(seed))
+    tree = build_tree(root, out.parent_list, out.top_scores_index, out.draft_tokens, topk, num_steps)
+
+    for i in range(4):
+        chosen = out.top_scores_index[i].tolist()
+        for node, candidate in enumerate(chosen, start=1):
+            parent = out.parent_list[i, candidate // topk].item()
+            assert parent == -1 or parent in chosen  # no chosen node lacks its parent
+            assert tree.parents[i, node] == (0 if parent == -1 else chosen.index(parent) + 1)
+            line, at = {node}, node
+            while at:
+                at = tree.parents[i, at].item()
+                line.add(at)
+            assert set(tree.mask[i, node].nonzero().flatten().tolist()) == line
+
+    # Predictions that follow the tree for a while, and some tokens forced equal between siblings.
+    g = torch.Generator().manual_seed(seed + 1)
+    tokens = torch.where(torch.rand(4, w, generator=g) < 0.3, tree.tokens[:, -1:], tree.tokens)
+    tree = tree._replace(tokens=tokens)
+    some_node = torch.randint(0, w, (4, w), generator=g)
+    predictions = tokens.gather(1, some_node)
+    for i in range(4):
+        for node in range(1, w):
+            if torch.rand((), generator=g) < 0.6:
+                predictions[i, tree.parents[i, node]] = tokens[i, node]
+    accepted = accept_greedy(tree, predictions)
+    for i in range(4):
+        assert accepted[i].nonzero().flatten().tolist() == walk(tree, predictions, i)
+
+
+def test_slots_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="kv_slots"):
+        DraftModel.random(EagleConfig.tiny(kv_slots=100))
