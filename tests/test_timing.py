@@ -37,7 +37,7 @@ def test_spread_is_the_middle_half():
     assert Timing("a", (5.0,)).spread_us == (5.0, 5.0)
 
 
-@pytest.mark.parametrize("bad", [dict(ways={}), dict(rounds=0), dict(calls=0)])
+@pytest.mark.parametrize("bad", [{"ways": {}}, {"rounds": 0}, {"calls": 0}])
 def test_nothing_to_measure_is_an_error(bad):
     with pytest.raises(ValueError, match="expected ways, rounds and calls"):
         measure(**({"ways": {"a": busy(1)}} | bad))
