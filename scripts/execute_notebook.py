@@ -1,13 +1,18 @@
 """One notebook through papermill: executed, its memory watched, its results collected. For runs and grids."""
 
+# ruff: noqa: E402
 from __future__ import annotations
 
 import os
 import re
+import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
+
+# jsonschema, imported below, would spend 1.5 s compiling a grammar of web addresses that no notebook needs.
+sys.modules.setdefault("rfc3987_syntax", None)
 
 import nbformat
 import papermill
@@ -42,10 +47,12 @@ class PeakMemory(threading.Thread):
     def started(self) -> list[psutil.Process]:
         return [p for p in psutil.Process().children(recursive=True) if p not in self._before]
 
+    def look(self) -> None:
+        self.peak_mb = max([self.peak_mb, *map(_peak_mb, self.started())])
+
     def run(self) -> None:
         while not self._done.wait(0.2):
-            for process in self.started():
-                self.peak_mb = max(self.peak_mb, _peak_mb(process))
+            self.look()
 
     def stop(self) -> float:
         self._done.set()
@@ -96,6 +103,7 @@ def execute(
             progress_bar={"desc": source.stem} if progress_bar else False,
             shutdown_kernel="immediate",  # else a busy kernel keeps Ctrl-C waiting
             on_notebook_start=lambda notebook: at.update(notebook=notebook),
+            on_cell_executed=lambda **_: memory.look(),
             on_cell_start=lambda cell, cell_index: at.update(index=cell_index),
             config=Config(KernelManager={"transport_encryption": "auto" if zmq.has("curve") else "disabled"}),
         )
@@ -151,7 +159,8 @@ def collect(notebook: nbformat.NotebookNode) -> dict[str, list]:
 def describe(error: dict[str, str]) -> str:
     """One line: which cell, under which heading, what it does, what happened."""
     heading = f' under "{error["heading"]}"' if error["heading"] else ""
-    return f"{error['cell']}{heading} ({error['line']}): {error['message']}"
+    message = " ".join(error["message"].split())
+    return f"{error['cell']}{heading} ({error['line']}): {message[:300]}"
 
 
 def _name_cell(notebook: nbformat.NotebookNode, index: int) -> dict[str, str]:

@@ -94,11 +94,12 @@ def run_on_worker(scripts: str, notebook: Path, parameters: dict[str, Any], reco
 
 def run_here(points: list[tuple], jobs: int) -> Iterator[None]:
     """Yields as points end. Ctrl-C ends the points in progress; they leave no record."""
-    context = multiprocessing.get_context("spawn")
-    ignore_ctrl_c = (signal.SIGINT, signal.SIG_IGN)  # of the workers: this process ends them
-    with ProcessPoolExecutor(
-        min(jobs, len(points)), context, initializer=signal.signal, initargs=ignore_ctrl_c
-    ) as pool:
+    pool_of = {"mp_context": multiprocessing.get_context("spawn")}
+    pool_of |= {
+        "initializer": signal.signal,
+        "initargs": (signal.SIGINT, signal.SIG_IGN),
+    }  # we end them ourselves
+    with ProcessPoolExecutor(min(jobs, len(points)), **pool_of) as pool:
         try:
             for future in as_completed([pool.submit(run_point, *point) for point in points]):
                 yield future.result()
@@ -140,7 +141,9 @@ def write_table(points: list[tuple], path: Path) -> tuple[int, int]:
         if file.exists():
             record = json.loads(file.read_text(encoding="utf-8"))
             error = record["error"]
-            numbers = {r["name"]: r["value"] for r in record["results"] if not isinstance(r["value"], list)}
+            numbers = {
+                r["name"]: r["value"] for r in record["results"] if isinstance(r["value"], int | float | str)
+            }
             failed += error is not None
             rows.append(
                 parameters

@@ -1,0 +1,182 @@
+"""report.html from a summary: one page, nothing from the network, everything that a colleague asks for."""
+
+import base64
+import copy
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from lib import evidence
+from scripts import report
+
+PNG = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="
+)
+
+
+def notebook(stem: str, **changes) -> dict:
+    about = {"notebook": stem, "title": f"About {stem}", "status": "ok", "seconds": 2.0, "peak_mb": 321.4}
+    return about | {"error": None, "figures": [], "results": [], "claims": []} | changes
+
+
+def result(name: str, value, kind: str = "counted", note: str = "") -> dict:
+    return {"name": name, "value": value, "kind": kind, "note": note}
+
+
+TABLE = [{"strategy": "per_copy", "both": 16}, {"strategy": "grouped_foreach_dma", "both": 6}]
+SUMMARY = {
+    "started": "2026-11-29T14:00:00+00:00",
+    "seconds": 4.0,
+    "complete": True,
+    "machine": {"device": "cpu", "name": "A CPU", "torch": "2.13.0", "python": "3.11.7", "system": "Linux"},
+    "parameters": {"device": "cpu", "quick": False},
+    "peak_limit_mb": 1500,
+    "notebooks": [
+        notebook(
+            "00_first",
+            figures=[
+                {
+                    "name": "dot",
+                    "alt": "A `dot` <small>",
+                    "evidence": "modelled · V100 · torch 2.13.0 · 2026-11-29",
+                    "file": "figures/00_dot.png",
+                }
+            ],
+            results=[
+                result("launches_per_copy", 16),
+                result("launch_table", TABLE, note="bfloat16"),
+                result("host_us_saved", 12.345678, "measured"),
+                result("by_device", {"V100": 1234.5, "A100": True}, "modelled", "profile v100"),
+            ],
+            claims=["grouping saves 10 launches <of 16>"],
+        ),
+        notebook("01_second"),
+    ],
+}
+
+
+class Page(HTMLParser):
+    """What the page refers to, its images' alt texts, its table rows and its text."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.references, self.alts, self.rows, self.text, self.in_cell = [], [], [], "", False
+        self.feed(html)
+
+    def handle_starttag(self, tag, attributes):
+        attributes = dict(attributes)
+        self.references += [attributes[name] for name in ("src", "href") if name in attributes]
+        if tag == "img":
+            self.alts.append(attributes["alt"])
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+            self.in_cell = True
+
+    def handle_endtag(self, tag):
+        self.in_cell = self.in_cell and tag not in ("td", "th")
+
+    def handle_data(self, data):
+        self.text += data
+        if self.in_cell:
+            self.rows[-1][-1] += data
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write_page(summary: dict) -> Page:
+        for kind in ("figures", "notebooks"):
+            (tmp_path / kind).mkdir()
+        (tmp_path / "figures/00_dot.png").write_bytes(PNG)
+        (tmp_path / "notebooks/00_first.html").write_text("executed")
+        report.write_json(tmp_path / "summary.json", summary)
+        return Page(report.write(tmp_path).read_text(encoding="utf-8"))
+
+    return write_page
+
+
+def test_the_page_stands_alone_and_links_to_what_is_there(write, tmp_path):
+    page = write(SUMMARY)
+    inlined = [reference for reference in page.references if reference.startswith("data:")]
+    assert [base64.b64decode(data.partition("base64,")[2]) for data in inlined] == [PNG]
+    links = [reference for reference in page.references if not reference.startswith("data:")]
+    assert links == [
+        "notebooks/00_first.html",
+        "figures/00_dot.png",
+    ]  # no network; no link to what is missing
+    assert all((tmp_path / link).exists() for link in links)
+    html = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "http" not in html and "url(" not in html and "<script" not in html
+
+
+def test_numbers_tables_figures_and_claims_are_told(write):
+    page = write(SUMMARY)
+    assert page.alts == ["A `dot` <small>"]
+    for told in (
+        "A dot <small>",
+        "grouping saves 10 launches <of 16>",
+        "About 01_second",
+        "bfloat16",
+        "A CPU",
+    ):
+        assert told in page.text, told
+    assert ["strategy", "both"] in page.rows and ["per_copy", "16"] in page.rows
+    assert ["host us saved", "12.3", "measured", ""] in page.rows
+    assert ["V100", "1,234"] in page.rows and ["A100", "yes"] in page.rows
+    assert ["00_first", "ok", "2.0 s", "321 MB"] in page.rows
+    assert (
+        page.text.index("Launches") < page.text.index("About 00_first") < page.text.index("About 01_second")
+    )
+
+
+def test_each_kind_of_number_says_what_it_stands_on(write):
+    text = write(SUMMARY).text
+    rests = text[text.index("What rests on what") :]
+    for told in (
+        "counted",
+        "A CPU · torch 2.13.0 · 2026-11-29: host us saved",
+        "V100 · torch 2.13.0 · 2026-11-29: dot",
+    ):
+        assert told in rests, told
+    assert "recorded" not in rests  # nothing was
+
+
+def test_a_headline_that_no_notebook_published_is_not_run(write):
+    text = write(SUMMARY).text
+    assert text.count("not run") == 1  # launches_grouped_foreach_dma
+
+
+def test_failures_come_first(write):
+    summary = copy.deepcopy(SUMMARY) | {"complete": False}
+    error = {"cell": "In [3]", "heading": "The claim", "line": "assert x", "message": "AssertionError: x > 1"}
+    summary["notebooks"][1] |= {"status": "failed", "error": error}
+    text = write(summary).text
+    said = "About 01_second failed in In [3], under The claim: AssertionError: x > 1"
+    assert said in text and text.index(said) < text.index("not run")
+    assert "stopped before its end" in text
+
+
+def test_an_empty_run_has_a_page(write):
+    assert "No results yet." in write(SUMMARY | {"notebooks": []}).text
+
+
+def test_json_is_written_whole_or_not_at_all(tmp_path):
+    file = tmp_path / "summary.json"
+    report.write_json(file, {"kept": "µs"})
+    with pytest.raises(TypeError):
+        report.write_json(file, {"bad": object()})
+    assert json.loads(file.read_text(encoding="utf-8")) == {"kept": "µs"} and list(tmp_path.iterdir()) == [
+        file
+    ]
+
+
+def test_scripts_and_notebooks_agree_on_how_results_are_handed_over(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(Path(report.__file__).parent)
+    import execute_notebook
+
+    assert execute_notebook.RESULT_MIME == evidence.RESULT_MIME and set(report.KINDS) == set(evidence.KINDS)
+    evidence.check("it holds", True)
+    assert capsys.readouterr().out == f"{execute_notebook.CLAIM_MARK}it holds\n"
