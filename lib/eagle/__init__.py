@@ -1,4 +1,4 @@
-"""EAGLE speculative decoding, as far as replay copies need it: fields, models, graphs, runners and the loop."""
+"""EAGLE speculative decoding around replay copies: fields, models, graphs, runners and the loop."""
 
 from lib.eagle.fields import DraftBatch, DraftExtendBatch, EagleConfig
 from lib.eagle.runners import EagleDraftCudaGraphRunner, EagleDraftExtendCudaGraphRunner

@@ -162,8 +162,8 @@ class EagleConfig:
 
 
 _WIDE = {"capture_batch_sizes": (1, 2, 4, 8, 16, 32, 64), "max_context_len": 2048}
-# Published sizes of the model classes. Attention is plain multi-head here (Llama and Qwen group their key heads,
-# DeepSeek compresses them); what a replay copies does not depend on it.
+# Published sizes of the model classes. Attention is plain multi-head here (Llama and Qwen group their key
+# heads, DeepSeek compresses them); what a replay copies does not depend on it.
 PRESETS: dict[str, dict] = {
     "tiny": {"hidden_size": 128, "num_heads": 4, "intermediate_size": 256, "vocab_size": 128},
     "llama3-8b": {
@@ -173,7 +173,8 @@ PRESETS: dict[str, dict] = {
         "hidden_size": 4096, "num_heads": 32, "intermediate_size": 12288, "vocab_size": 151936, **_WIDE,
     },
     "deepseek-v3": {
-        "hidden_size": 7168, "num_heads": 56, "intermediate_size": 18432, "vocab_size": 129280, "topk": 1, **_WIDE,
+        "hidden_size": 7168, "num_heads": 56, "intermediate_size": 18432, "vocab_size": 129280, "topk": 1,
+        **_WIDE,
     },
 }  # fmt: skip
 
@@ -205,7 +206,7 @@ class Batch:
 
 @dataclass
 class DraftBatch(Batch):
-    """Inputs of the draft graph: `seq_lens` committed tokens a request, the first level in topk_p, topk_index."""
+    """Inputs of the draft graph: `seq_lens` committed tokens; the first level in topk_p, topk_index."""
 
     topk_p: Tensor | None = None
     topk_index: Tensor | None = None
@@ -274,7 +275,7 @@ class DraftExtendBatch(Batch):
 
 
 def first_level(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Probabilities (float32) and indices of the k best tokens, each (rows, k); all ones for k = 1, as in SGLang."""
+    """Probabilities (float32) and indices of the k best tokens, (..., k); all ones for k = 1, as in SGLang."""
     probs, index = torch.softmax(logits.float(), dim=-1).topk(k, dim=-1)
     return (torch.ones_like(probs) if k == 1 else probs), index
 

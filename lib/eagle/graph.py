@@ -1,7 +1,7 @@
-"""Two ways to capture a fixed-shape computation and replay it: a CUDA graph, and the same contract on the CPU.
+"""Two ways to capture a fixed-shape computation: a CUDA graph, and the same contract on the CPU.
 
-The contract: `capture(compute)` runs `compute` once or more; every `replay()` computes again from whatever its
-static inputs then hold, and leaves the results in the same output tensors as before.
+The contract: `capture(compute)` runs `compute` once or more; every `replay()` computes again from whatever
+its static inputs then hold, and leaves the results in the same output tensors as before.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class CudaGraph:
     """One `torch.cuda.CUDAGraph`. Graphs that never run at the same time share a memory pool."""
 
     def __init__(self, compute: Compute, pool: tuple[int, int], stream: torch.cuda.Stream) -> None:
-        # Two warm-ups outside the capture, on the stream of the capture, let libraries allocate their workspaces.
+        # Two warm-ups on the stream of the capture let libraries allocate their workspaces outside of it.
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(2):

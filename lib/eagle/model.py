@@ -1,8 +1,8 @@
 """The models: a small Llama-like target and its EAGLE head, reading and writing token-level KV pools.
 
 The head is EAGLE's: `fc(concat(embed(token), hidden))`, one decoder layer, then the target's own LM head;
-embedding and LM head are the target's. Position p of the head combines token p+1 with the feature (the last hidden
-state) of position p and predicts the feature of p+1, hence the token p+2.
+embedding and LM head are the target's. Position p of the head combines token p+1 with the feature (the last
+hidden state) of position p and predicts the feature of p+1, hence the token p+2.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from lib.eagle.fields import EagleConfig, first_level
 
-TRAINED = Path(__file__).resolve().parents[2] / "data" / "models" / "tiny.safetensors"
+TRAINED = Path(__file__).resolve().parents[2] / "data" / "models"
 
 
 class Attention(Protocol):
-    """How layers reach keys and values: (layer, q, k, v), each (B, T, heads, head_dim), to the mixed values."""
+    """How layers reach keys and values: (layer, q, k, v), all (B, T, heads, head_dim), to mixed values."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
 
@@ -44,9 +44,9 @@ class KVPool:
 class PoolAttention:
     """Writes the new rows' keys and values into `pool`, then attends over `read_slots`.
 
-    write_slots (B, T), read_slots (B, C) int64; mask (B, T, C) bool, true where a row sees a column. A column that
-    no row may see must still name a slot of the request itself: a masked weight of 0 times a NaN is a NaN, and slot
-    0 holds whatever padding left there.
+    write_slots (B, T), read_slots (B, C) int64; mask (B, T, C) bool, true where a row sees a column. A column
+    that no row may see must still name a slot of the request itself: a masked weight of 0 times a NaN is a NaN,
+    and slot 0 holds whatever padding left there.
     """
 
     def __init__(self, pool: KVPool, write_slots: Tensor, read_slots: Tensor, mask: Tensor) -> None:
@@ -67,7 +67,7 @@ def prefix_slots(
 ) -> tuple[Tensor, Tensor]:
     """Slots (B, columns) of each request's first tokens, and which columns hold one (lens, (B,)).
 
-    Columns past the end repeat the request's first slot, so that masked columns read the request's own values.
+    Columns past the end repeat the first slot, so that masked columns read the request's own values.
     """
     slots = req_to_token[req_pool_indices, :columns]
     valid = torch.arange(columns, device=slots.device) < lens[:, None]
@@ -106,7 +106,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class TargetModel(nn.Module):
-    """The model whose text is wanted. Its last hidden state, after the norm, is the feature EAGLE predicts."""
+    """The model whose text is wanted. Its last hidden state, normed, is the feature that EAGLE predicts."""
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class TargetModel(nn.Module):
 
 
 class EagleHead(nn.Module):
-    """The draft model. `embed` and `lm_head` belong to the target and are neither trained nor stored with it."""
+    """The draft model. `embed` and `lm_head` are the target's, neither trained nor stored with it."""
 
     def __init__(self, config: EagleConfig, embed: nn.Embedding, lm_head: nn.Linear) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class EagleHead(nn.Module):
     def forward(
         self, input_ids: Tensor, hidden_states: Tensor, positions: Tensor, attention: Attention
     ) -> tuple[Tensor, Tensor]:
-        """input_ids, positions (B, T), hidden_states (B, T, H) -> logits (B, T, V), predicted features (B, T, H)."""
+        """input_ids, positions (B, T), hidden_states (B, T, H) -> logits (B, T, V), features (B, T, H)."""
         embed, lm_head = self.shared
         x = self.fc(torch.cat((embed(input_ids), hidden_states), dim=-1))
         x = self.layer(x, rotary_tables(positions, self.config.head_dim, x.dtype), attention)
@@ -148,7 +148,7 @@ class EagleHead(nn.Module):
 
 @dataclass
 class DraftModel:
-    """What the two graphs compute with: the head, its KV pool and the table from request and position to slot."""
+    """What both graphs compute with: the head, its KV pool, the table from request and position to slot."""
 
     config: EagleConfig
     head: EagleHead
@@ -157,8 +157,14 @@ class DraftModel:
 
     @classmethod
     def random(cls, config: EagleConfig, device: str | torch.device = "cpu", seed: int = 0) -> DraftModel:
-        """Seeded random weights, every pool slot in use: a wrongly copied field changes the output."""
+        """Seeded random weights, every pool slot in use: a wrongly copied field changes the output.
+
+        Raises ValueError where `kv_slots` does not hold every request at full length.
+        """
         c, g = config, torch.Generator(device).manual_seed(seed)
+        stride = c.max_context_len + c.topk * c.num_steps
+        if (needed := 1 + stride * c.max_batch_size) > c.kv_slots:
+            raise ValueError(f"kv_slots: expected at least {needed} for a random model, got {c.kv_slots}")
         with torch.device(device):
             embed = nn.Embedding(
                 c.vocab_size, c.hidden_size, _weight=torch.empty(c.vocab_size, c.hidden_size)
@@ -175,7 +181,6 @@ class DraftModel:
         kv.k[:, 1:].normal_(generator=g)
         kv.v[:, 1:].normal_(generator=g)
         req_to_token = torch.zeros(1 + c.max_batch_size, c.max_context_len, dtype=torch.int64, device=device)
-        stride = c.max_context_len + c.topk * c.num_steps
         starts = 1 + stride * torch.arange(c.max_batch_size, device=device)
         req_to_token[1:] = starts[:, None] + torch.arange(c.max_context_len, device=device)
         return cls(c, head, kv, req_to_token)
@@ -196,8 +201,8 @@ def draft_forward(
 ) -> DraftOutput:
     """Grow the tree over s levels: the first is given, the head runs s - 1 times, k branches at a time.
 
-    A branch sees the committed prefix and its true ancestors, wherever their lanes were (SGLang's lanes keep their
-    own history instead). `level_logits`, where given, receives each run's logits, (bs, k, V).
+    A branch sees the committed prefix and its true ancestors, wherever their lanes were (SGLang's lanes keep
+    their own history instead). `level_logits`, where given, receives each run's logits, (bs, k, V).
     """
     c, (bs, k) = model.config, inputs["topk_index"].shape
     device = model.req_to_token.device
@@ -262,7 +267,7 @@ class DraftExtendOutput(NamedTuple):
 
 @torch.no_grad()
 def draft_extend_forward(model: DraftModel, inputs: dict[str, Tensor]) -> DraftExtendOutput:
-    """Run the head over w rows a request; row r sees the prefix (seq_lens - extend_seq_lens) and the rows up to r."""
+    """The head over w rows a request; row r sees the prefix (seq_lens - extend_seq_lens) and rows 0 to r."""
     c, bs = model.config, inputs["seq_lens"].shape[0]
     rows = (bs, c.num_draft_tokens)
     slots, valid = prefix_slots(
@@ -285,15 +290,21 @@ def draft_extend_forward(model: DraftModel, inputs: dict[str, Tensor]) -> DraftE
 
 
 def load_trained(
-    config: EagleConfig, device: str | torch.device = "cpu", path: Path = TRAINED
+    config: EagleConfig, device: str | torch.device = "cpu", directory: Path = TRAINED
 ) -> tuple[TargetModel, EagleHead]:
-    """Target and head of data/models in the config's dtype. Raises RuntimeError where sizes do not fit the file."""
+    """Target and head of data/models in the config's dtype. Raises RuntimeError where sizes do not fit."""
     from safetensors.torch import load_file
 
-    weights = load_file(path)
+    weights = load_file(directory / "tiny.safetensors")
     target = TargetModel(config)
     head = EagleHead(config, target.embed, target.lm_head)
     for name, module in (("target.", target), ("head.", head)):
         module.load_state_dict({n.removeprefix(name): t for n, t in weights.items() if n.startswith(name)})
         module.to(device, config.dtype).requires_grad_(False).eval()
     return target, head
+
+
+def load_prompts(directory: Path = TRAINED) -> list[list[int]]:
+    """The held-out prompts of data/models: starts of lines, cut at ragged lengths, as bytes."""
+    lines = (directory / "prompts.txt").read_text(encoding="ascii").splitlines()
+    return [list(f"\n{line}".encode("ascii")) for line in lines]

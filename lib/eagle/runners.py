@@ -1,7 +1,7 @@
 """The two graph runners: pad to a captured batch size, copy the step's inputs into static buffers, replay.
 
-They follow SGLang's `EAGLEDraftCudaGraphRunner` and `EAGLEDraftExtendCudaGraphRunner`; what differs between them is
-their field table and the forward pass they capture.
+They follow SGLang's `EAGLEDraftCudaGraphRunner` and `EAGLEDraftExtendCudaGraphRunner`; what differs between
+them is their field table and the forward pass they capture.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class InputBuffers:
             raise ValueError(f"seq_lens_cpu: expected at most {c.max_context_len} tokens, got {longest}")
 
     def fills(self, batch: Batch, padded: bool) -> list[tuple[Tensor, int]]:
-        """(device tensor, value) to fill before the copies: whole buffers for padding, and missing optionals."""
+        """(tensor, value) to fill before the copies: whole buffers for padding, rows of missing optionals."""
         whole = [
             (self.tensors[f.name], f) for f in self.fields if padded and f.pad is not None and not f.host
         ]
@@ -76,7 +76,7 @@ class InputBuffers:
         return [(t, self.config.pad_value(f)) for t, f in whole + missing]
 
     def pairs(self, batch: Batch, large: bool | None = None) -> tuple[list[Tensor], list[Tensor], list[str]]:
-        """(dsts, srcs, names) of the device fields that the batch has; `large` picks the large or the small ones."""
+        """(dsts, srcs, names) of the device fields the batch has; `large` picks the large or the small ones."""
         bs = batch.batch_size
         chosen = [
             f
@@ -104,8 +104,8 @@ class GraphRunner:
         config: sizes, capture batch sizes and layout.
         strategy: a name in `STRATEGIES` or a strategy object.
         device: where buffers, model and graphs live.
-        model: head, KV pool and request table. None builds one with seeded random weights at the first capture,
-            so that buffers, copies and launch counts of a large preset need no gigabytes.
+        model: head, KV pool and request table. None builds one with seeded random weights at the first
+            capture, so that buffers, copies and launch counts of a large preset need no gigabytes.
     """
 
     table: ClassVar[str]
@@ -143,8 +143,8 @@ class GraphRunner:
         """Fill the padding and copy the batch into the static buffers, large fields and host fields included.
 
         Raises:
-            ValueError: a batch larger than the largest captured, a missing required field, a wrong shape, dtype or
-                device (`InputBuffers.check`); nothing is written then.
+            ValueError: a batch larger than the largest captured, a missing required field, a wrong shape, dtype
+                or device (`InputBuffers.check`); nothing is written then.
             Exception: a strategy's own refusal; of the batch nothing is written then.
         """
         self.buffers.check(batch)

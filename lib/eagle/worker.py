@@ -1,0 +1,388 @@
+"""The speculative loop as SGLang runs it: prefill, then draft, verify, draft-extend, again and again.
+
+Greedy: the text is the target's own, whatever the draft proposes. `n` below is a request's committed length: the
+tokens whose keys and values are in the pools. The last token of the text is not among them yet; it is the tree's root.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lib.eagle.fields import DraftBatch, DraftExtendBatch, EagleConfig, first_level
+from lib.eagle.model import (
+    DraftModel,
+    EagleHead,
+    KVPool,
+    PoolAttention,
+    TargetModel,
+    causal_attention,
+    prefix_slots,
+)
+from lib.eagle.runners import EagleDraftCudaGraphRunner, EagleDraftExtendCudaGraphRunner
+from lib.strategies import Strategy
+
+
+class PoolExhausted(RuntimeError):
+    """Fewer slots are free than a call needs. Nothing was taken or written."""
+
+
+class SlotPool:
+    """Hands out the slots 1 to size - 1; slot 0 is reserved for padding."""
+
+    def __init__(self, size: int, what: str) -> None:
+        self.what, self.size = what, size
+        self.free_slots, self.used = list(range(size - 1, 0, -1)), set()
+
+    def require(self, count: int) -> None:
+        if count > len(self.free_slots):
+            raise PoolExhausted(
+                f"{self.what}: {count} needed, {len(self.free_slots)} of {self.size - 1} free"
+            )
+
+    def alloc(self, count: int) -> list[int]:
+        """Raises PoolExhausted and takes nothing where `count` slots are not free."""
+        self.require(count)
+        at = len(self.free_slots) - count
+        slots, self.free_slots = self.free_slots[at:], self.free_slots[:at]
+        self.used.update(slots)
+        return slots
+
+    def free(self, slots: Sequence[int]) -> None:
+        """Raises ValueError and frees nothing where a slot is not in use or named twice."""
+        if len(set(slots)) < len(slots) or not self.used.issuperset(slots):
+            wrong = sorted({s for s in slots if s not in self.used or slots.count(s) > 1})
+            raise ValueError(f"{self.what}: slots {wrong} are not in use, or freed twice")
+        self.used.difference_update(slots)
+        self.free_slots.extend(slots)
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt and what became of it."""
+
+    prompt: list[int]
+    max_new_tokens: int
+    stop_token: int | None = None  # generation ends after this token
+    output: list[int] = field(default_factory=list)
+    accept_lengths: list[int] = field(
+        default_factory=list
+    )  # tokens gained in each step, the bonus token included
+    req_pool_index: int = 0
+    slots: list[int] = field(default_factory=list)  # of its n committed tokens, in order
+
+    @property
+    def finished(self) -> bool:
+        full = len(self.output) >= self.max_new_tokens
+        return full or (bool(self.output) and self.output[-1] == self.stop_token)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append tokens up to the stop token or the limit, whichever comes first."""
+        for token in tokens:
+            if not self.finished:
+                self.output.append(token)
+
+
+class DraftInput(NamedTuple):
+    """What draft-extend leaves for the next draft, one row a running request."""
+
+    topk_p: Tensor  # (bs, k) float32
+    topk_index: Tensor  # (bs, k)
+    hidden_states: Tensor  # (bs, H)
+
+
+class Tree(NamedTuple):
+    """A request's candidates as w nodes, the root (its last token) first, parents before children."""
+
+    tokens: Tensor  # (bs, w)
+    parents: Tensor  # (bs, w), the root's is the root
+    mask: Tensor  # (bs, w, w) bool, true where a column is the row's ancestor or the row itself
+
+
+def build_tree(
+    root: Tensor,
+    parent_list: Tensor,
+    top_scores_index: Tensor,
+    draft_tokens: Tensor,
+    topk: int,
+    num_steps: int,
+) -> Tree:
+    """The draft graph's output as nodes: SGLang's `build_tree_kernel_efficient`. root (bs,) is the last token."""
+    group = top_scores_index // topk  # siblings; group 0 hangs on the root
+    parent = torch.searchsorted(top_scores_index, parent_list.gather(1, group)) + 1
+    parents = torch.cat((torch.zeros_like(root)[:, None], parent.masked_fill_(group == 0, 0)), dim=1)
+    ancestor = torch.arange(parents.shape[1], device=root.device).expand_as(parents)
+    mask = torch.eye(parents.shape[1], dtype=torch.bool, device=root.device).repeat(len(root), 1, 1)
+    for _ in range(num_steps):
+        ancestor = parents.gather(1, ancestor)
+        mask.scatter_(2, ancestor[..., None], True)
+    return Tree(torch.cat((root[:, None], draft_tokens), dim=1), parents, mask)
+
+
+def accept_greedy(tree: Tree, predictions: Tensor) -> Tensor:
+    """(bs, w) bool: nodes whose whole path is what the target predicts (predictions (bs, w), its choice after each).
+
+    They form one path: of siblings that carry the same token only the first counts.
+    """
+    match = tree.tokens == predictions.gather(1, tree.parents)
+    twins = tree.parents[:, :, None] == tree.parents[:, None]
+    twins &= tree.tokens[:, :, None] == tree.tokens[:, None]
+    match &= ~twins.tril(-1)[:, :, 1:].any(-1)
+    match[:, 0] = True
+    return ~(tree.mask & ~match[:, None]).any(-1)
+
+
+class EagleWorker:
+    """Target, draft head, their pools and both graph runners; `submit` requests, then `step` or `run`.
+
+    Args:
+        config: its dtype is the models'; its largest capture batch size bounds the running batch.
+        target, head: e.g. from `load_trained(config, device)`.
+        strategy: how both runners copy their inputs.
+
+    `spans` holds (name, start, end) of the last step's parts on the host clock, in seconds: "draft copy", "draft
+    replay", "verify", "extend copy", "extend replay". What they leave of the step is the loop itself.
+    """
+
+    def __init__(
+        self,
+        config: EagleConfig,
+        target: TargetModel,
+        head: EagleHead,
+        strategy: str | Strategy = "grouped_foreach_dma",
+        device: str | torch.device = "cpu",
+    ) -> None:
+        self.config, self.target, self.device = config, target, torch.device(device)
+        self.kv_slots = SlotPool(config.kv_slots, "KV slots")
+        self.req_slots = SlotPool(1 + config.max_batch_size, "request slots")
+        self.target_kv = KVPool(config, config.num_target_layers, device)
+        table = torch.zeros(self.req_slots.size, config.max_context_len, dtype=torch.int64, device=device)
+        self.draft_model = DraftModel(config, head, KVPool(config, 1, device), table)
+        self.draft = EagleDraftCudaGraphRunner(config, strategy, device, self.draft_model)
+        self.extend = EagleDraftExtendCudaGraphRunner(config, strategy, device, self.draft_model)
+        for runner in (self.draft, self.extend):
+            runner.capture()
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.draft_input: DraftInput | None = None
+        self.spans: list[tuple[str, float, float]] = []
+
+    def submit(self, prompt: Sequence[int], max_new_tokens: int, stop_token: int | None = None) -> Request:
+        """Queue a request; the next `step` with room takes it up.
+
+        Raises:
+            ValueError: an empty prompt, no token wanted, or a request that could never fit.
+        """
+        c, length = self.config, len(prompt) + max_new_tokens
+        if not prompt or max_new_tokens < 1:
+            raise ValueError(
+                f"expected a prompt and max_new_tokens >= 1, got {len(prompt)} and {max_new_tokens}"
+            )
+        room = min(c.max_context_len - c.num_draft_tokens, c.kv_slots - 1 - self._slots_per_step)
+        if length > room:
+            raise ValueError(f"prompt and new tokens: expected at most {room} together, got {length}")
+        self.waiting.append(Request(list(prompt), max_new_tokens, stop_token))
+        return self.waiting[-1]
+
+    def run(self) -> None:
+        """Step until every request is finished."""
+        while self.waiting or self.running:
+            self.step()
+
+    @torch.no_grad()
+    def step(self) -> list[Request]:
+        """Take up waiting requests, then one round of draft, verify and draft-extend; returns the finished ones.
+
+        Raises:
+            PoolExhausted: the running requests need more KV slots than are free; nothing was written.
+        """
+        finished = self._admit()
+        if not self.running:
+            return finished
+        self.kv_slots.require(len(self.running) * self._slots_per_step)
+        self.spans = []
+        reqs = torch.tensor([r.req_pool_index for r in self.running], device=self.device)
+        lens_cpu = torch.tensor([len(r.slots) for r in self.running])
+        lens = lens_cpu.to(self.device)
+        tree = self._draft(reqs, lens, lens_cpu)
+        slots = self.kv_slots.alloc(len(self.running) * self.config.num_draft_tokens)
+        accepted, predictions, features = self._verify(reqs, lens, lens_cpu, tree, slots)
+        finished += self._commit(reqs, lens, lens_cpu, accepted, predictions, features, slots)
+        return finished
+
+    @property
+    def _slots_per_step(self) -> int:
+        """KV slots a request needs for a moment: its draft branches, and after these the nodes to verify."""
+        return max(self.config.topk * self.config.num_steps, self.config.num_draft_tokens)
+
+    @contextmanager
+    def _span(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.spans.append((name, start, time.perf_counter()))
+
+    def _admit(self) -> list[Request]:
+        """Prefill waiting requests while there is room, and add them to the running batch."""
+        finished = []
+        while self.waiting and len(self.running) < self.config.max_batch_size:
+            request = self.waiting[0]
+            needed = len(request.prompt) + (len(self.running) + 1) * self._slots_per_step
+            if self.running and needed > len(self.kv_slots.free_slots):
+                break
+            self.kv_slots.require(needed)
+            self.waiting.popleft()
+            fresh = self._prefill(request)
+            if request.finished:
+                self._release(request)
+                finished.append(request)
+                continue
+            merge = zip(self.draft_input, fresh) if self.running else ((t,) for t in fresh)
+            self.draft_input = DraftInput(*(torch.cat(rows) for rows in merge))
+            self.running.append(request)
+        return finished
+
+    def _prefill(self, request: Request) -> DraftInput:
+        """Target, then head, over the whole prompt; the head reads tokens shifted by one."""
+        n = len(request.prompt)
+        request.slots, (request.req_pool_index,) = self.kv_slots.alloc(n), self.req_slots.alloc(1)
+        slots = torch.tensor([request.slots], device=self.device)
+        self.draft_model.req_to_token[request.req_pool_index, :n] = slots[0]
+        positions = torch.arange(n, device=self.device)[None]
+        mask = positions[..., None] >= positions[:, None]
+        tokens = torch.tensor([request.prompt], device=self.device)
+        logits, features = self.target(tokens, positions, PoolAttention(self.target_kv, slots, slots, mask))
+        first = logits[:, -1:].argmax(-1)
+        request.extend(first[0].tolist())
+        shifted = torch.cat((tokens[:, 1:], first), dim=1)
+        attention = PoolAttention(self.draft_model.kv, slots, slots, mask)
+        logits, hidden = self.draft_model.head(shifted, features, positions, attention)
+        return DraftInput(*first_level(logits[:, -1], self.config.topk), hidden[:, -1])
+
+    def _draft(self, reqs: Tensor, lens: Tensor, lens_cpu: Tensor) -> Tree:
+        """Grow a tree for every running request. Its branches' slots are the head's for the draft only."""
+        k, s, bs = self.config.topk, self.config.num_steps, len(self.running)
+        slots = self.kv_slots.alloc(bs * k * s)
+        batch = DraftBatch(
+            seq_lens=lens,
+            out_cache_loc=torch.tensor(slots, device=self.device),
+            positions=lens.repeat_interleave(k),
+            req_pool_indices=reqs,
+            seq_lens_cpu=lens_cpu,
+            **self.draft_input._asdict(),
+        )
+        with self._span("draft copy"):
+            self.draft.copy_inputs(batch)
+        with self._span("draft replay"):
+            out = self.draft.replay_graph(bs)
+        self.kv_slots.free(slots)
+        root = torch.tensor([r.output[-1] for r in self.running], device=self.device)
+        return build_tree(root, out.parent_list, out.top_scores_index, out.draft_tokens, k, s)
+
+    def _verify(
+        self, reqs: Tensor, lens: Tensor, lens_cpu: Tensor, tree: Tree, slots: list[int]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Run the target over all nodes at once: accepted (bs, w), predictions (bs, w), features (bs, w, H)."""
+        bs, w = tree.tokens.shape
+        node_slots = torch.tensor(slots, device=self.device).view(bs, w)
+        depths = tree.mask.sum(-1) - 1
+        prefix, valid = prefix_slots(self.draft_model.req_to_token, reqs, lens, int(lens_cpu.max()))
+        mask = torch.cat((valid[:, None].expand(-1, w, -1), tree.mask), dim=2)
+        attention = PoolAttention(self.target_kv, node_slots, torch.cat((prefix, node_slots), dim=1), mask)
+        with self._span("verify"):
+            logits, features = self.target(tree.tokens, lens[:, None] + depths, attention)
+        predictions = logits.argmax(-1)
+        return accept_greedy(tree, predictions), predictions, features
+
+    def _commit(
+        self,
+        reqs: Tensor,
+        lens: Tensor,
+        lens_cpu: Tensor,
+        accepted: Tensor,
+        predictions: Tensor,
+        features: Tensor,
+        slots: list[int],
+    ) -> list[Request]:
+        """Keep the accepted path, refresh the head's cache over all w rows, free what was rejected."""
+        bs, w = accepted.shape
+        # Accepted nodes first, in path order. Rejected ones follow, so that every row has a slot of its own.
+        order = accepted.byte().argsort(dim=1, descending=True, stable=True)
+        counts = accepted.sum(1, dtype=torch.int32)
+        tokens = predictions.gather(1, order)
+        node_slots = torch.tensor(slots, device=self.device).view(bs, w).gather(1, order)
+        positions = lens[:, None] + torch.arange(w, device=self.device)
+        self.draft_model.req_to_token[reqs[:, None], positions] = node_slots
+        batch = DraftExtendBatch(
+            input_ids=tokens.flatten(),
+            seq_lens=lens + w,
+            out_cache_loc=node_slots.flatten(),
+            positions=positions.flatten(),
+            req_pool_indices=reqs,
+            extend_seq_lens=torch.full_like(counts, w),
+            num_correct_drafts=counts - 1,
+            num_accept_tokens=counts,
+            hidden_states=features.gather(1, order[..., None].expand_as(features)).flatten(0, 1),
+            seq_lens_cpu=lens_cpu + w,
+        )
+        with self._span("extend copy"):
+            self.extend.copy_inputs(batch)
+        with self._span("extend replay"):
+            out = self.extend.replay_graph(bs)
+        last = torch.arange(bs, device=self.device) * w + counts - 1
+        self.draft_input = DraftInput(out.topk_p[last], out.topk_index[last], out.hidden_states[last])
+
+        # The step's one synchronization with the device.
+        rows = torch.cat((counts[:, None], tokens, node_slots), dim=1).tolist()
+        for request, (count, *row) in zip(self.running, rows):
+            request.extend(row[:count])
+            request.accept_lengths.append(count)
+            request.slots += row[w : w + count]
+            self.kv_slots.free(row[w + count :])
+        return self._retire()
+
+    def _retire(self) -> list[Request]:
+        """Let finished requests leave the running batch."""
+        finished = [r for r in self.running if r.finished]
+        if finished:
+            keep = torch.tensor([i for i, r in enumerate(self.running) if not r.finished], device=self.device)
+            self.draft_input = DraftInput(*(t[keep.long()] for t in self.draft_input))
+            self.running = [r for r in self.running if not r.finished]
+            for request in finished:
+                self._release(request)
+        return finished
+
+    def _release(self, request: Request) -> None:
+        self.kv_slots.free(request.slots)
+        self.req_slots.free([request.req_pool_index])
+        request.slots, request.req_pool_index = [], 0
+
+
+@torch.no_grad()
+def greedy_decode(
+    target: TargetModel, prompts: Sequence[Sequence[int]], max_new_tokens: int
+) -> tuple[list[list[int]], list[list[float]]]:
+    """Plain greedy decoding without any cache: the reference. Returns new tokens and, for each, by how much its
+    logit leads the next one: a lead within rounding means that another order of summing may choose otherwise."""
+    device = target.embed.weight.device
+    lens = torch.tensor([len(p) for p in prompts], device=device)
+    rows, total = torch.arange(len(prompts), device=device), int(lens.max()) + max_new_tokens
+    tokens = torch.zeros(len(prompts), total, dtype=torch.int64, device=device)
+    for i, prompt in enumerate(prompts):
+        tokens[i, : len(prompt)] = torch.tensor(prompt)
+    positions, outputs, leads = torch.arange(total, device=device).expand_as(tokens), [], []
+    for _ in range(max_new_tokens):
+        end = int(lens.max())
+        logits, _ = target(tokens[:, :end], positions[:, :end], causal_attention)
+        best = logits[rows, lens - 1].float().topk(2)
+        tokens[rows, lens] = best.indices[:, 0]
+        lens = lens + 1
+        outputs.append(best.indices[:, 0])
+        leads.append(best.values[:, 0] - best.values[:, 1])
+    return torch.stack(outputs, 1).tolist(), torch.stack(leads, 1).tolist()
