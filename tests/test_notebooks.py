@@ -1,0 +1,81 @@
+"""The numbered notebooks: how they are built, that no output is committed, and that each runs alone."""
+
+import os
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))
+SOLUTIONS = sorted((ROOT / "notebooks" / "solutions").glob("*.ipynb"))
+
+
+def by_stem(paths: list[Path]):
+    return [pytest.param(path, id=path.stem) for path in paths]
+
+
+def test_they_are_numbered_without_a_gap():
+    assert [int(path.name[:2]) for path in NOTEBOOKS] == list(range(len(NOTEBOOKS))) and len(NOTEBOOKS) >= 5
+
+
+@pytest.mark.parametrize("path", by_stem(NOTEBOOKS + SOLUTIONS))
+def test_no_output_is_committed(path):
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    assert notebook.metadata.kernelspec.name == "python3"
+    for cell in notebook.cells:
+        assert not cell.get("outputs") and cell.get("execution_count") is None
+
+
+@pytest.mark.parametrize("path", by_stem(NOTEBOOKS))
+def test_structure(path):
+    cells = nbformat.read(path, as_version=4).cells
+    prose = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
+    assert cells[0].cell_type == "markdown" and cells[0].source.startswith("# ")
+    assert "learn" in cells[0].source
+    tagged = [cell for cell in cells if "parameters" in cell.metadata.get("tags", [])]
+    assert tagged == [next(cell for cell in cells if cell.cell_type == "code")]
+    assert 'device = "auto"' in tagged[0].source and "quick = False" in tagged[0].source
+    assert "## Predict before you run" in prose
+    assert cells[-1].cell_type == "code" and "check(" in cells[-1].source
+    headings = [line for line in prose.splitlines() if line.startswith("## ")]
+    assert headings[-1] == "## Check"
+    assert "plots.show(" in "".join(cell.source for cell in cells)
+    longest = max(len(cell.source.splitlines()) for cell in cells if cell.cell_type == "code")
+    assert longest <= 45, f"{longest} lines in one cell: plumbing belongs in lib"
+
+
+@pytest.mark.notebook
+@pytest.mark.parametrize("path", by_stem(NOTEBOOKS + SOLUTIONS))
+def test_it_runs_alone_in_quick_mode(path, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    import execute_notebook
+
+    # The tests' own path must not help a notebook to find lib.
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    record = execute_notebook.execute(path, tmp_path / path.name, {"quick": True, "device": "auto"}, False)
+    assert record["status"] == "ok", execute_notebook.describe(record["error"])
+    if path in NOTEBOOKS:
+        assert record["claims"] and record["figures"]
+        assert all(figure["alt"] and figure["evidence"] for figure in record["figures"])
+    if record["parameters"]["device"] != "cuda" and not has_cuda():  # a CUDA context alone takes more
+        assert record["peak_mb"] < execute_notebook.PEAK_LIMIT_MB
+
+
+@pytest.mark.notebook
+def test_one_runs_from_the_project_root_too(tmp_path):
+    import papermill
+
+    assert os.path.dirname(sys.executable) and NOTEBOOKS
+    executed = tmp_path / "executed.ipynb"
+    papermill.execute_notebook(
+        NOTEBOOKS[0], executed, {"quick": True}, cwd=ROOT, progress_bar=False, kernel_name="python3"
+    )
+
+
+def has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
