@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import platform
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -71,3 +72,21 @@ def publish(name: str, value: Any, kind: str, note: str = "") -> None:
     result = {"name": name, "value": value, "kind": kind, "note": note}
     shown = f"{name}: {len(value)} rows" if isinstance(value, list) else f"{name} = {value}"
     display({RESULT_MIME: result, "text/plain": f"{shown} ({kind}{', ' + note if note else ''})"}, raw=True)
+
+
+def exercise(number: str, answer: Any, is_right: Callable[[Any], bool], hint: str) -> None:
+    """Check a reader's answer; `...` stands for one not given yet, so that a batch run goes on.
+
+    Raises:
+        AssertionError: with the hint, for a wrong answer, one that `is_right` cannot even judge included.
+    """
+    if answer is ...:
+        print(f"exercise {number}: not answered yet; replace the dots and run the cell again")
+        return
+    try:
+        right = bool(is_right(answer))
+    except Exception as error:
+        raise AssertionError(f"exercise {number}: not yet ({error}). {hint}") from error
+    if not right:
+        raise AssertionError(f"exercise {number}: not yet. {hint}")
+    print(f"exercise {number}: right")
