@@ -1,0 +1,175 @@
+"""Notebooks in JupyterLab as a reader meets them: in Chromium, run through the menu, looked at."""
+
+import datetime
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import nbformat
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHROMEDRIVER = shutil.which("chromedriver")
+FLAGS = """--headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync
+--disable-background-networking --disable-component-update --window-size=1400,2000"""
+SETTINGS = {  # every cell in the page, nothing asked of the network, no pop-ups
+    "notebook-extension/tracker.jupyterlab-settings": '{"windowingMode": "none"}',
+    "apputils-extension/notification.jupyterlab-settings": '{"fetchNews": "false", "checkForUpdates": false}',
+}
+ERRORS = '[data-mime-type="application/vnd.jupyter.error"], [data-mime-type="application/vnd.jupyter.stderr"]'
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(not (CHROMIUM and CHROMEDRIVER), reason="no chromium and chromedriver on the PATH"),
+]
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    """The project with copies of its notebooks, set to quick: saving one here leaves the repository alone."""
+    folder = tmp_path_factory.mktemp("project")
+    for entry in ("lib", "data"):
+        (folder / entry).symlink_to(ROOT / entry)
+    (folder / "notebooks").mkdir()
+    for path in (ROOT / "notebooks").glob("*.ipynb"):
+        text = path.read_text(encoding="utf-8")
+        assert text.count("quick = False") == 1, path
+        (folder / "notebooks" / path.name).write_text(text.replace("quick = False", "quick = True"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def lab(project, tmp_path_factory):
+    """The address of a JupyterLab from this environment, with settings of its own."""
+    home = tmp_path_factory.mktemp("jupyter")
+    for name, text in SETTINGS.items():
+        (home / "settings/@jupyterlab" / name).parent.mkdir(parents=True, exist_ok=True)
+        (home / "settings/@jupyterlab" / name).write_text(text)
+    folders = {"CONFIG": "config", "RUNTIME": "runtime", "DATA": "data"}
+    environment = {f"JUPYTER_{name}_DIR": str(home / folder) for name, folder in folders.items()}
+    environment |= {"JUPYTERLAB_SETTINGS_DIR": str(home / "settings"), "JUPYTER_PREFER_ENV_PATH": "1"}
+    environment |= {"JUPYTERLAB_WORKSPACES_DIR": str(home / "workspaces")}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    address = f"http://127.0.0.1:{port}"
+    options = ["--no-browser", "--allow-root", "--ServerApp.ip=127.0.0.1", f"--ServerApp.port={port}"]
+    options += ["--ServerApp.port_retries=0", "--IdentityProvider.token=", f"--ServerApp.root_dir={project}"]
+    log = (home / "lab.log").open("wb")
+    server = subprocess.Popen(
+        [sys.executable, "-m", "jupyterlab", *options], stdout=log, stderr=log, env=os.environ | environment
+    )
+    try:
+        wait_until(lambda: answers(f"{address}/api/status"), 60, server.poll, home / "lab.log")
+        yield address
+    finally:
+        server.terminate()  # ends its kernels too
+        try:
+            server.wait(20)
+        except subprocess.TimeoutExpired:
+            server.kill()
+        log.close()
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    webdriver = pytest.importorskip("selenium.webdriver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for flag in [*FLAGS.split(), f"--user-data-dir={tmp_path_factory.mktemp('chromium')}"]:
+        options.add_argument(flag)
+    driver = webdriver.Chrome(options, webdriver.ChromeService(CHROMEDRIVER))
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture(scope="module")
+def screenshots():
+    folder = ROOT / "runs" / f"browser-{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H-%M-%SZ}"
+    folder.mkdir(parents=True)
+    return folder
+
+
+@pytest.mark.parametrize("number", ["00", "04"])
+def test_notebooks_run_in_jupyterlab(number, lab, browser, project, screenshots):
+    path = next((project / "notebooks").glob(f"{number}_*.ipynb"))
+    cells = nbformat.read(path, as_version=4).cells
+    code = [cell.source for cell in cells if cell.cell_type == "code"]
+
+    def find(selector: str) -> list:
+        return browser.find_elements("css selector", f".jp-NotebookPanel {selector}")
+
+    def texts(selector: str) -> list[str]:
+        script = "return [...document.querySelectorAll(arguments[0])].map(e => e.innerText.trim())"
+        return browser.execute_script(script, f".jp-NotebookPanel {selector}")
+
+    def status() -> str:
+        return find(".jp-Notebook-ExecutionIndicator")[0].get_attribute("data-status")
+
+    browser.get(f"{lab}/lab/tree/notebooks/{path.name}?reset")
+    wait_until(lambda: len(find(".jp-CodeCell")) == len(code) and status() == "idle", 60)
+    browser.find_element("xpath", "//*[contains(@class,'lm-MenuBar-itemLabel')][.='Run']").click()
+    entry = ".lm-Menu-item[data-command='runmenu:run-all']"
+    wait_until(lambda: browser.find_elements("css selector", entry), 10)
+    browser.find_element("css selector", entry).click()
+
+    def ended() -> bool:
+        prompts = texts(".jp-InputPrompt")
+        all_ran = sum(prompt.strip("[]:").isdigit() for prompt in prompts) == len(code)
+        return "[*]:" not in prompts and status() == "idle" and (all_ran or bool(find(ERRORS)))
+
+    try:
+        wait_until(ended, 180)
+        assert texts(ERRORS) == []
+        figures = find(".jp-OutputArea-output img")
+        always = re.findall(r"^plots\.show\(", "\n".join(code), re.M)  # others depend on the device
+        assert len(figures) >= len(always) > 0
+        sizes = [browser.execute_script("return arguments[0].naturalWidth", figure) for figure in figures]
+        assert min(sizes) > 300  # each is a drawn picture
+        widgets = find('[data-mime-type="application/vnd.jupyter.widget-view+json"]')
+        assert all(widget.find_elements("css selector", ".jupyter-widgets") for widget in widgets)
+        browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", figures[0])
+        open_contents(browser)
+        titles = [line for cell in cells if cell.cell_type == "markdown" for line in headings(cell.source)]
+        wait_until(lambda: contents(browser) == titles, 10)
+    finally:
+        browser.save_screenshot(str(screenshots / f"{path.stem}.png"))
+
+
+def headings(source: str) -> list[str]:
+    return [line.lstrip("#").strip().replace("`", "") for line in source.splitlines() if line.startswith("#")]
+
+
+def open_contents(browser) -> None:
+    tab = browser.find_element("css selector", ".jp-SideBar [data-id='table-of-contents']")
+    if "lm-mod-current" not in tab.get_attribute("class"):
+        tab.click()
+
+
+def contents(browser) -> list[str]:
+    entries = "document.querySelectorAll('.jp-TableOfContents .jp-tocItem-content')"
+    return browser.execute_script(f"return [...{entries}].map(entry => entry.innerText.trim())")
+
+
+def answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2) as response:
+            return response.status == 200
+    except OSError:
+        return False
+
+
+def wait_until(condition, seconds: float, ended=lambda: None, log: Path | None = None) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        said = log.read_text()[-2000:] if log else ""
+        assert ended() is None, f"it ended: {said}"
+        assert time.monotonic() < deadline, f"not within {seconds} s: {said}"
+        time.sleep(0.2)
