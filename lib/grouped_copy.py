@@ -342,7 +342,12 @@ class CopyPlan:
         self._keep_clear = [_keep_clear(self._dsts, size) for size in sizes]
         self._keep_clear_of_any = _keep_clear(self._dsts, max(sizes, default=0))
         self._clear: set[int] = set()  # addresses fit for every source; allocators reuse them
-        self._maybe_lazy = () if self._on_cpu else [i for i, d in enumerate(src_dtypes) if d not in _INTEGERS]
+        # A list on the CPU resolves a conj or neg bit first: it shows only where the pair converts as well.
+        self._maybe_lazy = [
+            i
+            for i, dtype in enumerate(src_dtypes)
+            if dtype not in _INTEGERS and not (self._on_cpu and dtype == dsts[i].dtype)
+        ]
         srcs = self._stand_ins()
         self._calls = self._route([*srcs, *self._constants])
         self._calls_without_constants = self._route(srcs)
@@ -363,8 +368,7 @@ class CopyPlan:
         calls = self._calls if constants else self._calls_without_constants
         if check and not self._as_planned(srcs):
             self.check(srcs)
-            if not self._on_cpu:
-                calls = self._route([*srcs, *self._constants] if constants else srcs)
+            calls = self._route([*srcs, *self._constants] if constants else srcs)
         if constants and self._constants:
             srcs = [*srcs, *self._constants]
         if torch.is_grad_enabled():
@@ -402,7 +406,10 @@ class CopyPlan:
             return (
                 list(map(self._signature, srcs)) == self._signatures
                 and (self._clear.issuperset(map(Tensor.data_ptr, srcs)) or self._find_clear(srcs))
-                and (self._on_cpu or self._dense(srcs))
+                and (self._on_cpu or all(map(Tensor.is_contiguous, srcs)))
+                and not (
+                    self._maybe_lazy and any(srcs[i].is_conj() or srcs[i].is_neg() for i in self._maybe_lazy)
+                )
             )
         except RuntimeError:  # a sparse tensor has no address to ask for
             return False
@@ -417,10 +424,6 @@ class CopyPlan:
         self._clear.update(address for address in addresses if not bisect(any_size, address) & 1)
         return True
 
-    def _dense(self, srcs: Sequence[Tensor]) -> bool:
-        lazy = any(srcs[i].is_conj() or srcs[i].is_neg() for i in self._maybe_lazy)
-        return not lazy and all(map(Tensor.is_contiguous, srcs))
-
     def _stand_ins(self) -> list[Tensor]:
         pairs = zip(self._dsts, self._src_dtypes)
         return [torch.empty(dst.shape, dtype=dtype, device=dst.device) for dst, dtype in pairs]
@@ -431,8 +434,8 @@ class CopyPlan:
     def _route(self, srcs: Sequence[Tensor]) -> list[tuple]:
         """(destinations, which sources, the integer type to see both as) for each call to make."""
         groups, singles = self._groups(srcs)
-        if self._on_cpu and _foreach_copy_ is not None:  # one call, but for what PyTorch refuses in a list
-            singles = [i for i, dst in enumerate(self._dsts[: len(srcs)]) if dst.is_conj() or dst.is_neg()]
+        if self._on_cpu and _foreach_copy_ is not None:
+            singles = [i for i, (dst, src) in enumerate(zip(self._dsts, srcs)) if _lazy(dst, src)]
             groups = [[i for i in range(len(srcs)) if i not in singles]]
         calls = []
         for group in (*groups, *([i] for i in singles)):

@@ -12,7 +12,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lib.grouped_copy import FUSED_DTYPES, SAME_WIDTH_INT, same_dense_layout
+from lib.grouped_copy import (
+    DEFAULT_DMA_BYTES,
+    FUSED_DTYPES,
+    SAME_WIDTH_INT,
+    check_pairs,
+    group_pairs,
+    same_dense_layout,
+    split_large,
+)
 
 
 @dataclass(frozen=True)
@@ -167,3 +175,112 @@ def _why_slow_path(dsts: Sequence[Tensor], srcs: Sequence[Tensor]) -> str | None
         if not same_dense_layout(dst, src):
             return f"pair {i}: strides {dst.stride()} and {src.stride()}"
     return None
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """How one pair is best copied as it is, and what would make it cheaper.
+
+    route: "foreach" (in a fused kernel with others), "memcpy", "elementwise", "none" (nothing to launch) or
+        "refused" (the helpers raise).
+    shares: how many pairs its launch serves. bytes: written to the destination.
+    """
+
+    name: str
+    dst: str
+    src: str
+    bytes: int
+    route: str
+    shares: int
+    reason: str
+    better: str
+
+
+def explain(
+    dsts: Sequence[Tensor],
+    srcs: Sequence[Tensor],
+    names: Sequence[str] | None = None,
+    dma_bytes: int = DEFAULT_DMA_BYTES,
+) -> list[Explanation]:
+    """Say for each pair which way `grouped_foreach_dma` sends it on CUDA, why, and what would help.
+
+    Raises:
+        ValueError: for lists of different length. What the helpers refuse for a pair is its reason instead.
+    """
+    if len(dsts) != len(srcs) or (names is not None and len(names) != len(dsts)):
+        check_pairs(dsts, srcs, names)
+    names = list(names) if names is not None else [f"pair {i}" for i in range(len(dsts))]
+    fit: list[int] = []
+    rows: dict[int, tuple[str, int, str, str]] = {}  # route, shares, reason, better
+    for i in range(len(dsts)):
+        tried = [*fit, i]
+        try:
+            check_pairs([dsts[j] for j in tried], [srcs[j] for j in tried], [names[j] for j in tried])
+            fit.append(i)
+        except ValueError as error:
+            rows[i] = (
+                "refused",
+                0,
+                str(error),
+                "change what is named; copy_ would broadcast, overwrite or wait",
+            )
+    pairs = [dsts[i] for i in fit], [srcs[i] for i in fit]
+    groups, singles = split_large(*pairs, *group_pairs(*pairs), dma_bytes)
+    for group in groups:
+        shares = sum(pairs[0][j].numel() > 0 for j in group)
+        for j in group:
+            rows[fit[j]] = ("foreach", shares, *_explain_grouped(pairs[0][j], pairs[1][j]))
+    for j in singles:
+        launch = copy_launch(pairs[0][j], pairs[1][j])
+        if launch is not None:
+            rows[fit[j]] = (launch.kind, 1, *_explain_single(pairs[0][j], pairs[1][j], launch, dma_bytes))
+    for i in fit:
+        if i not in rows or dsts[i].numel() == 0:
+            rows[i] = ("none", 0, "no elements, or onto itself", "leave it out")
+    return [
+        Explanation(name, *(f"{tuple(t.shape)} {str(t.dtype)[6:]}" for t in (dst, src)), dst.nbytes, *rows[i])
+        for i, (name, dst, src) in enumerate(zip(names, dsts, srcs))
+    ]
+
+
+def _explain_grouped(dst: Tensor, src: Tensor) -> tuple[str, str]:
+    if dst.dtype != src.dtype:
+        return (
+            f"converts {src.dtype} to {dst.dtype} with others that do",
+            f"have the producer write {dst.dtype}: one group less, and a byte arena becomes possible",
+        )
+    return (
+        "small, dense, and others of its dtype share the launch",
+        "a byte arena or a fused kernel shares one launch among all dtypes; writing in place needs none",
+    )
+
+
+def _explain_single(dst: Tensor, src: Tensor, launch: Launch, dma_bytes: int) -> tuple[str, str]:
+    if launch.kind == "memcpy":
+        if dst.nbytes >= dma_bytes:
+            return f"dense, same dtype and at least {dma_bytes:,} bytes", "only not copying: write in place"
+        if dst.dtype not in FUSED_DTYPES and dst.dtype not in SAME_WIDTH_INT:
+            return (
+                f"the fused kernel is not built for {dst.dtype}",
+                "view both sides as integers of that width: exact, and they join a group",
+            )
+        return (
+            "alone with its dtypes, so a fused kernel would save nothing",
+            "a byte arena or a fused kernel takes it along with the other dtypes",
+        )
+    if dst.dtype != src.dtype and same_dense_layout(dst, src):
+        return (
+            f"{launch.reason}, alone in that or not built into the fused kernel",
+            f"have the producer write {dst.dtype}",
+        )
+    if dst.is_conj() != src.is_conj() or dst.is_neg() != src.is_neg():
+        return launch.reason, "have the producer write the values themselves (resolve_conj, resolve_neg)"
+    if not same_dense_layout(dst, dst):
+        return (
+            f"{launch.reason}: the destination has gaps",
+            "a buffer per captured size has dense rows; a fused Triton kernel takes strided pairs",
+        )
+    return (
+        f"{launch.reason}: the source lies otherwise",
+        "write it contiguous where it is produced; a fused Triton kernel takes strided pairs",
+    )
