@@ -163,13 +163,14 @@ def _draw_lane(ax: Axes, y: float, table: pd.DataFrame, end: float, hatched: boo
         if start > end:
             continue
         nested = row.kind == "runtime"  # drawn inside the operator that makes the call
+        wide = stop - start > end * 0.004  # a white edge or a hatch would hide a narrow one
         ax.broken_barh(
-            [(start, max(stop - start, end * 0.0012))],
+            [(start, max(stop - start, end * 0.0015))],
             (y - (0.14 if nested else 0.34), 0.28 if nested else 0.68),
             facecolor=KIND_COLOURS.get(row.kind, "#BBBBBB"),
             edgecolor="white",
-            linewidth=0.5,
-            hatch="////" if hatched else None,
+            linewidth=0.5 if wide else 0,
+            hatch="////" if hatched and wide else None,
             zorder=3 if nested else 2,
         )
 

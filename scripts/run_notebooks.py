@@ -130,7 +130,7 @@ def main() -> int:
             f"-p {name}: no such parameter; these notebooks declare {', '.join(sorted(known)) or 'none'}"
         )
     machine = choose_machine(options.device, parser)
-    parameters = {"device": machine["device"], "quick": options.quick} | extra
+    parameters = {"device": machine["device"], "quick": options.quick, "live": False} | extra
 
     run.mkdir(parents=True, exist_ok=True)
     summary = {
