@@ -133,7 +133,7 @@ def _notebook(notebook: dict[str, Any], run: Path) -> str:
 def _figure(figure: dict[str, str], run: Path) -> str:
     png = base64.b64encode((run / figure["file"]).read_bytes()).decode()
     alt = figure["alt"] or _words(figure["name"])
-    evidence = f'<br><span class="kind">{escape(figure["evidence"])}</span>' if figure["evidence"] else ""
+    evidence = f"<br><small>{escape(figure['evidence'])}</small>" if figure["evidence"] else ""
     image = f'<img alt="{escape_html(alt)}" src="data:image/png;base64,{png}">'
     link = f'<a href="{escape_html(figure["file"])}" title="full size">{image}</a>'
     return f"<figure>{link}<figcaption>{escape(alt)}{evidence}</figcaption></figure>"
