@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
+import math
 import os
 import re
 import sqlite3
@@ -25,6 +26,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from decimal import Decimal
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -81,34 +83,33 @@ NSYS_COLUMNS = (
     "nameId", "textId", "text", "demangledName",
 )  # fmt: skip
 NSYS_QUERY = """
-    SELECT 'X', '{category}',
+    SELECT '{category}',
         COALESCE({text}, value, 'Memcpy ' || CASE {copyKind} WHEN 1 THEN 'HtoD' WHEN 2 THEN 'DtoH'
             WHEN 8 THEN 'DtoD' WHEN 10 THEN 'PtoP' END, '{category}'),
         [start], [end] - [start], ({task} >> 24) & 0xFFFFFF, {task} & 0xFFFFFF,
-        {deviceId}, {streamId}, {correlationId}, {bytes}
+        {deviceId}, {streamId}, COALESCE({correlationId}, 0), {bytes}
     FROM {table} LEFT JOIN StringIds ON id = COALESCE({nameId}, {textId}, {demangledName})"""
 
-_BLOCK = 8 << 20  # JSON text decoded at a time
+_BLOCK = 4 << 20  # JSON text decoded at a time
 _LIST_START = re.compile(rb'\A\s*\[|"traceEvents"\s*:\s*\[')
 _BETWEEN_EVENTS = re.compile(rb"\}\s*,\s*\{")
-_ABSENT = np.iinfo(np.int64).min
+_ABSENT, _NO_TIME = np.iinfo(np.int64).min, Decimal("nan")
+
+_INTEGERS = ("device", "stream", "correlation", "bytes")
 
 if msgspec is not None:  # only the needed fields, typed
-    _Args = msgspec.defstruct(
-        "_Args", [(f, int | None, None) for f in ("device", "stream", "correlation", "bytes")], gc=False
-    )
+    _Args = msgspec.defstruct("_Args", [(field, int, _ABSENT) for field in _INTEGERS], frozen=True, gc=False)
+    _NO_ARGS = _Args()
     _Event = msgspec.defstruct(
         "_Event",
-        [(f, str | None, None) for f in ("ph", "cat", "name")]
+        [(field, str, "") for field in ("ph", "cat", "name")]
         # 1.7e15 us since 1970: a float would round ts to 0.25 us
-        + [("ts", Decimal | None, None), ("dur", float | None, None)]
-        + [("pid", int | str | None, None), ("tid", int | str | None, None), ("args", _Args | None, None)],
+        + [("ts", Decimal, _NO_TIME), ("dur", float, math.nan), ("args", _Args, _NO_ARGS)]
+        + [("pid", int | str, _ABSENT), ("tid", int | str, _ABSENT)],
         gc=False,
     )
-    _Trace = msgspec.defstruct(
-        "_Trace", [("traceEvents", list[_Event]), ("deviceProperties", list[dict] | None, None)]
-    )
-    _DECODER, _NO_ARGS = msgspec.json.Decoder(_Trace | list[_Event]), _Args()
+    _Trace = msgspec.defstruct("_Trace", [("traceEvents", list[_Event]), ("deviceProperties", list, [])])
+    _DECODER = msgspec.json.Decoder(_Trace | list[_Event])
 
 
 def load_trace(path: str | os.PathLike) -> pd.DataFrame:
@@ -118,7 +119,7 @@ def load_trace(path: str | os.PathLike) -> pd.DataFrame:
     cannot be placed (no, a negative or a non-finite duration, no stream, a category not in CATEGORIES) is
     left out, and `attrs["left_out"]` says how many.
 
-    JSON is decoded in blocks of 8 MiB, so memory goes with the table rather than with the text: at the peak a
+    JSON is decoded in blocks of 4 MiB, so memory goes with the table rather than with the text: at the peak a
     file of 1 GB grows the process by @FACTOR@ times the file's size.
 
     Raises:
@@ -133,7 +134,7 @@ def load_trace(path: str | os.PathLike) -> pd.DataFrame:
         raise ValueError(f"{path}: the file is empty")
     try:
         if magic.startswith(b"SQLite format 3"):
-            return _collect([_nsys_rows(path)], path, microseconds=1e-3)
+            return _collect([_nsys_columns(path)], path, microseconds=1e-3)
         with (gzip.open if magic.startswith(b"\x1f\x8b") else open)(path, "rb") as stream:
             return _collect(_json_blocks(stream, path), path)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
@@ -319,8 +320,8 @@ class _Numbering(dict):
         return number
 
 
-def _json_blocks(stream: BinaryIO, path: Path) -> Iterator[tuple[list[tuple], list]]:
-    """Yield what `_rows` gives, block by block.
+def _json_blocks(stream: BinaryIO, path: Path) -> Iterator[tuple[list, list]]:
+    """Yield what `_columns` gives, block by block.
 
     A block ends between two events. Text that only looks like such a place (in a string, in a list of `args`)
     leaves something open, so it does not decode, and an earlier place is tried.
@@ -337,49 +338,52 @@ def _json_blocks(stream: BinaryIO, path: Path) -> Iterator[tuple[list[tuple], li
         if len(text) < 2 * failed:
             continue
         failed = len(text)  # no place found: an event longer than a block, or a long tail after the events
-        for place in list(_BETWEEN_EVENTS.finditer(text, len(text) - _BLOCK // 8))[:-4:-1]:
-            with contextlib.suppress(ValueError, RecursionError):
-                yield _rows(head + text[: place.start() + 1] + closing)
+        for place in list(_BETWEEN_EVENTS.finditer(text, len(text) - _BLOCK // 64))[:-4:-1]:
+            with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
+                yield _columns(head + text[: place.start() + 1] + closing)
                 text, failed = text[place.end() - 1 :], 0
                 break
     try:
-        yield _rows(head + text)
-    except (ValueError, RecursionError) as error:
+        yield _columns(head + text)
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"{path}: invalid JSON, or cut short: {error}") from error
 
 
-def _rows(text: bytes) -> tuple[list[tuple], list]:
-    """Decode a trace: its events as rows, and its device properties.
+def _columns(text: bytes) -> tuple[list[Sequence], list]:
+    """Decode a trace: its complete events as columns, and its device properties.
 
-    A row is (ph, cat, name, ts, dur, pid, tid, device, stream, correlation, bytes), None for what is absent.
+    The columns are cat, name, ts, dur, pid, tid, device, stream, correlation, bytes; what is absent is "",
+    _NO_TIME, nan or _ABSENT.
     """
     if msgspec is not None:
-        # NaN, or a field of an unexpected type: json below takes what it can
+        # null, NaN, or a field of an unexpected type: json below takes what it can
         with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
             trace = _DECODER.decode(text)
             trace = _Trace(trace) if isinstance(trace, list) else trace
-            events = ((e, e.args or _NO_ARGS) for e in trace.traceEvents)
-            return [
-                (e.ph, e.cat, e.name, e.ts, e.dur, e.pid, e.tid, a.device, a.stream, a.correlation, a.bytes)
-                for e, a in events
-            ], trace.deviceProperties or []
+            events = [e for e in trace.traceEvents if e.ph == "X"]
+            columns = [
+                list(map(attrgetter(field), events)) for field in ("cat", "name", "ts", "dur", "pid", "tid")
+            ]
+            args = [e.args for e in events]
+            return columns + [list(map(attrgetter(f), args)) for f in _INTEGERS], trace.deviceProperties
     trace = json.loads(text.decode("utf-8", "replace"), parse_float=Decimal, parse_constant=lambda _: None)
     trace = {"traceEvents": trace} if isinstance(trace, list) else trace
-    return [_row(event) for event in trace["traceEvents"]], trace.get("deviceProperties") or []
+    rows = [_row(e) for e in trace["traceEvents"] if not isinstance(e, dict) or e.get("ph") == "X"]
+    return list(zip(*rows)), trace.get("deviceProperties") or []
 
 
 def _row(event: object) -> tuple:
-    """One event as in `_rows`, whatever its fields are; what is no event counts as one of no category."""
-    event = event if isinstance(event, dict) else {"ph": "X"}
+    """One event as in `_columns`, whatever its fields are; what is no event counts as one of no category."""
+    event = event if isinstance(event, dict) else {}
     args = event.get("args") if isinstance(event.get("args"), dict) else {}
-    texts = (None if value is None else str(value) for value in map(event.get, ("ph", "cat", "name")))
-    times = (t if isinstance(t, int | Decimal) else None for t in map(event.get, ("ts", "dur")))
-    ids = (value if isinstance(value, int | str) else None for value in map(event.get, ("pid", "tid")))
-    return *texts, *times, *ids, *map(args.get, ("device", "stream", "correlation", "bytes"))
+    texts = (str(event.get(field) or "") for field in ("cat", "name"))
+    times = (t if isinstance(t := event.get(field), int | Decimal) else _NO_TIME for field in ("ts", "dur"))
+    ids = (i if isinstance(i := event.get(field), int | str) else _ABSENT for field in ("pid", "tid"))
+    return *texts, *times, *ids, *map(args.get, _INTEGERS)
 
 
-def _nsys_rows(path: Path) -> tuple[list[tuple], list]:
-    """What `_rows` gives, from an Nsight Systems export; ts and dur in nanoseconds."""
+def _nsys_columns(path: Path) -> tuple[list, list]:
+    """What `_columns` gives, from an Nsight Systems export; ts and dur in nanoseconds."""
     rows: list[tuple] = []
     with contextlib.closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as db:
         tables = {name for (name,) in db.execute("SELECT name FROM sqlite_master")}
@@ -395,26 +399,34 @@ def _nsys_rows(path: Path) -> tuple[list[tuple], list]:
             )
         gpus = db.execute("SELECT id, name FROM TARGET_INFO_GPU") if "TARGET_INFO_GPU" in tables else ()
         gpus = [{"id": number, "name": name} for number, name in gpus]
-    if len({row[5] for row in rows}) > 1:  # correlations count from 1 in every process
-        rows = [(*row[:9], (row[5] or 0) << 32 | (row[9] or 0), row[10]) for row in rows]
-    return rows, gpus
+    several = len({row[4] for row in rows}) > 1  # correlations count from 1 in every process
+
+    def row(category, name, ts, dur, pid, tid, device, stream, correlation, size) -> tuple:
+        correlation |= (pid or 0) << 32 if several and correlation else 0
+        ts, dur = (ts, dur) if isinstance(ts, int) and isinstance(dur, int) else (_NO_TIME, math.nan)
+        return category, name, ts, dur, pid, tid, device, stream, correlation, size
+
+    return list(zip(*(row(*fields) for fields in rows))), gpus
 
 
 def _collect(blocks: Iterable[tuple[list, list]], path: Path, microseconds: float = 1.0) -> pd.DataFrame:
-    """Turn blocks of `_rows` into the table; `microseconds` is the unit of their ts and dur."""
+    """Turn blocks of `_columns` into the table; `microseconds` is the unit of their ts and dur."""
     names, processes = _Numbering(), _Numbering()  # (category, name), and process ids, which may be text
     chunks, gpus, origin = [], {}, None
-    for rows, properties in blocks:
-        gpus |= {gpu.get("id"): str(gpu.get("name")) for gpu in properties if isinstance(gpu, dict)}
-        rows = [row for row in rows if row[0] == "X"]
-        if not rows:
+    for columns, properties in blocks:
+        gpus |= {
+            g["id"]: str(g.get("name"))
+            for g in properties
+            if isinstance(g, dict) and type(g.get("id")) is int
+        }
+        if not columns or not columns[0]:
             continue
-        _, category, name, ts, dur, pid, tid, *numbers = zip(*rows)
-        origin = next((t for t in ts if t is not None), None) if origin is None else origin
+        category, name, ts, dur, pid, tid, *numbers = columns
+        origin = next((t for t in ts if t == t), None) if origin is None else origin
         pids, thread, device, stream, correlation, size = map(_integers, (pid, tid, *numbers))
         chunks.append({
             "code": np.array([names[key] for key in zip(category, name)]),
-            "start_us": np.array([np.nan if t is None else float(t - origin) for t in ts]) * microseconds,
+            "start_us": np.array([float(t - (origin or 0)) for t in ts]) * microseconds,
             "dur_us": np.array(dur, float) * microseconds,
             "process": np.array([processes[p] for p in pid]),
             "gpu": np.where(device == _ABSENT, pids, device),
@@ -434,9 +446,9 @@ def _collect(blocks: Iterable[tuple[list, list]], path: Path, microseconds: floa
 def _integers(values: Sequence[object]) -> np.ndarray:
     """int64 array, with _ABSENT for what is no integer of 64 bits."""
     try:
-        return np.fromiter((_ABSENT if v is None else v for v in values), np.int64, len(values))
+        return np.fromiter(values, np.int64, len(values))
     except (TypeError, ValueError, OverflowError):
-        fits = (v if isinstance(v, int) and abs(v) < 2**63 else _ABSENT for v in values)
+        fits = (v if isinstance(v, int) and -(2**63) <= v < 2**63 else _ABSENT for v in values)
         return np.fromiter(fits, np.int64, len(values))
 
 
@@ -452,26 +464,23 @@ def _table(raw: pd.DataFrame, names: list[tuple], processes: list, path: Path, g
     code_of = {kind: number for number, kind in enumerate(KINDS)}
     raw["kind"] = np.array([code_of.get(_kind(*key), -1) for key in names])[raw["code"]]
     raw["device"] = raw["kind"] >= len(HOST_KINDS)
-    categories = raw["code"][raw["kind"] < 0].map(dict(enumerate(category for category, _ in names)))
-    left_out = [
-        f"{n} events of category {category!r} left out" for category, n in Counter(categories).items()
-    ]
-    raw = raw[raw["kind"] >= 0]
+    unknown = raw["code"][raw["kind"] < 0].map(dict(enumerate(category for category, _ in names)))
+    left_out = [f"{n} events of category {category!r} left out" for category, n in Counter(unknown).items()]
+    keep = raw["kind"] >= 0
     for why, wrong in {
-        "no finite ts and dur": lambda e: ~np.isfinite(e["start_us"] + e["dur_us"]),
-        "a negative duration": lambda e: e["dur_us"] < 0,
-        "no stream": lambda e: e["device"] & (e["stream"] == _ABSENT),
-        "no thread": lambda e: ~e["device"] & (e["thread"] == _ABSENT),
+        "no finite ts and dur": ~np.isfinite(raw["start_us"] + raw["dur_us"]),
+        "a negative duration": raw["dur_us"] < 0,
+        "no stream": raw["device"] & (raw["stream"] == _ABSENT),
+        "no thread": ~raw["device"] & (raw["thread"] == _ABSENT),
     }.items():
-        wrong = wrong(raw)
-        left_out += [f"{wrong.sum()} events with {why} left out"] if wrong.any() else []
-        raw = raw[~wrong]
+        left_out += [f"{n} events with {why} left out"] if (n := (keep & wrong).sum()) else []
+        keep &= ~wrong
+    raw = raw[keep]
     if raw.empty:
         raise ValueError(f"{path}: no event could be read: {'; '.join(left_out)}")
 
-    call = raw[raw["kind"].eq(code_of["runtime"]) & raw["correlation"].ge(0)].set_index("correlation")[
-        "process"
-    ]
+    call = raw[(raw["kind"] == code_of["runtime"]) & (raw["correlation"] >= 0)]
+    call = call.set_index("correlation")["process"]
     twice = raw["correlation"].isin(call.index[call.index.duplicated()])
     raw = raw.assign(correlation=raw["correlation"].where(~twice, -1))
     if twice.any():
