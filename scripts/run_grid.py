@@ -134,6 +134,17 @@ def run_on_cluster(points: list[tuple], address: str) -> Iterator[None]:
             yield
 
 
+def flatten(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Published numbers and texts by name, those of a dict by "name: key"; a table has no place in a row."""
+    flat = {}
+    for name, value in ((result["name"], result["value"]) for result in results):
+        if isinstance(value, dict):
+            flat |= {f"{name}: {key}": number for key, number in value.items()}
+        elif not isinstance(value, list):
+            flat[name] = value
+    return flat
+
+
 def write_table(points: list[tuple], path: Path) -> tuple[int, int]:
     """Write the rows of the points that are done; return how many are done and how many of them failed."""
     rows, failed = [], 0
@@ -141,9 +152,7 @@ def write_table(points: list[tuple], path: Path) -> tuple[int, int]:
         if file.exists():
             record = json.loads(file.read_text(encoding="utf-8"))
             error = record["error"]
-            numbers = {
-                r["name"]: r["value"] for r in record["results"] if isinstance(r["value"], int | float | str)
-            }
+            numbers = flatten(record["results"])
             failed += error is not None
             rows.append(
                 parameters

@@ -9,7 +9,10 @@ import pytest
 from tiny_notebooks import PUBLISH, write_notebook
 
 ROOT = Path(__file__).resolve().parents[1]
-POINT = PUBLISH + "assert size != 3, 'three'\npublish('double', 2 * size)\npublish('table', [{'a': 1}])"
+POINT = (
+    PUBLISH
+    + "assert size != 3, 'three'\npublish('double', 2 * size)\npublish('on', {'V100': 1.5})\npublish('table', [{'a': 1}])"
+)
 
 
 def run_grid(grid: Path, *options: str) -> subprocess.CompletedProcess:
@@ -46,6 +49,7 @@ def test_every_point_is_a_row_and_a_rerun_does_only_the_missing(tmp_path):
     assert done.returncode == 1 and "2 of 2 points done, 1 of them failed" in done.stdout, done.stderr
     one, three = rows_of(grid)
     assert (one["size"], one["quick"], one["double"], one["status"]) == ("1", "True", "2", "ok")
+    assert one["on: V100"] == "1.5" and "table" not in one
     assert (three["size"], three["double"], three["status"]) == ("3", "", "failed")
     assert three["error"] == "In [4]: AssertionError: three"
     assert (tmp_path / "out" / one["executed"]).exists()
@@ -91,6 +95,14 @@ def test_a_refused_grid_leaves_nothing_behind(tmp_path):
         and "none.yml" in refused.stderr
     )
     assert refused.stderr.count("\n") == 1 and not (tmp_path / "out").exists()
+
+
+def test_the_example_is_a_grid(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    from run_grid import read_grid
+
+    notebook, points = read_grid(ROOT / "notebooks" / "grid_example.yml")
+    assert notebook.parent == ROOT / "notebooks" and len(points) > 1
 
 
 def test_no_scheduler_at_the_address_is_said(tmp_path):
