@@ -9,10 +9,12 @@ import pytest
 from tiny_notebooks import PUBLISH, write_notebook
 
 ROOT = Path(__file__).resolve().parents[1]
-POINT = (
-    PUBLISH
-    + "assert size != 3, 'three'\npublish('double', 2 * size)\npublish('on', {'V100': 1.5})\npublish('table', [{'a': 1}])"
-)
+POINT = f"""{PUBLISH}
+assert size != 3, 'three'
+publish('double', 2 * size)
+publish('on', {{'V100': 1.5}})
+publish('table', [{{'a': 1}}])
+"""
 
 
 def run_grid(grid: Path, *options: str) -> subprocess.CompletedProcess:
