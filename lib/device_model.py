@@ -22,12 +22,12 @@ from lib.traces import COLUMNS, DEVICE_KINDS, KINDS, burst_copies, find_copy_bur
 
 DEVICES = Path(__file__).resolve().parent.parent / "data" / "devices"
 
-# Every figure of a profile, in us or GB/s (1e9 payload bytes a second): what it is, and what is assumed where a
-# trace does not tell it: another figure times a factor, the range of that factor, and because of what.
+# Every figure of a profile, in us or GB/s (1e9 payload bytes a second): what it is, and what is assumed where
+# a trace does not tell it: another figure (or none) times a factor, the factor's range, and because of what.
 FIGURES = {
     "memcpy_floor_us": ("device-to-device memcpy of a few bytes", None),
     "memcpy_gb_per_s": ("its rate, from 256 KiB on",
-        ("memcpy_floor_us", 270, 200, 2000, "V100: 350 GB/s at 1.3 us")),
+        (None, 400, 200, 2000, "V100 344 GB/s, A100 482 and 757 GB/s")),
     "gap_us": ("end of an operation to the start of the next one in the queue",
         ("memcpy_floor_us", 0.7, 0.5, 1.3, "V100: 0.9 us between copies of 1.3 us")),
     "elementwise_floor_us": ("copy kernel over a few elements",
@@ -64,6 +64,13 @@ FIGURES = {
     "launch_latency_us": ("start of a runtime call to the start of its work on an idle stream",
         ("host_launch_us", 1.3, 0.9, 2, "V100: 7.0 us at calls of 5.2 us")),
 }  # fmt: skip
+# Figures that are the durations of events with such a name.
+HOST_CALLS = {
+    "host_launch_us": "LaunchKernel",
+    "host_fill_us": "^aten::fill_$",
+    "host_graph_us": "GraphLaunch",
+}
+SHORTEST_KERNELS = {"elementwise_floor_us": "elementwise_kernel", "fill_floor_us": "FillFunctor"}
 
 
 @dataclass(frozen=True)
@@ -127,7 +134,7 @@ class DeviceProfile:
         """A profile of data/devices/ by name, or any by path.
 
         Raises:
-            ValueError: there is none, or it does not hold every figure with 0 <= low <= value <= high.
+            ValueError: there is none, or a figure is missing or not 0 <= low <= value <= high.
         """
         path = DEVICES / f"{name}.json" if str(name) in cls.available() else Path(name)
         if not path.is_file():
@@ -135,9 +142,9 @@ class DeviceProfile:
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
             figures = {figure: Figure(**raw["figures"][figure]) for figure in FIGURES}
-            wrong = [figure for figure, f in figures.items() if not 0 <= f.low <= f.value <= f.high < np.inf]
-            if wrong:
-                raise ValueError(f"{wrong[0]}: expected 0 <= low <= value <= high, got {figures[wrong[0]]}")
+            for figure, f in figures.items():
+                if not 0 <= f.low <= f.value <= f.high < np.inf or (figure.endswith("per_s") and f.low == 0):
+                    raise ValueError(f"{figure}: expected 0 <= low <= value <= high, a rate above 0, got {f}")
             return cls(**raw | {"figures": figures, "unknown": tuple(raw["unknown"])})
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{path}: not a device profile: {error!r}") from error
@@ -161,9 +168,12 @@ def fit_profile(
         ValueError: no device-to-device memcpy of known size, on which the assumptions rest.
     """
     device = burst_copies(trace, min_copies=1, kinds=DEVICE_KINDS)
-    is_copy = device["kind"].eq("memcpy")
-    device["after_copy"] = is_copy & is_copy.groupby(device["track"], observed=True).shift(fill_value=False)
-    device = device if without is None else device.drop(without)
+    tracks = device.groupby("track", observed=True)
+    device["after_copy"] = device["kind"].eq("memcpy") & tracks["kind"].shift().eq("memcpy")
+    if without is not None:  # neither those events, nor what their ends say about the events after them
+        hidden = pd.Series(device.index.isin(without), device.index)
+        after_hidden = hidden.groupby(device["track"], observed=True).shift(fill_value=False)
+        device = device.assign(ready_us=device["ready_us"].where(~after_hidden))[~hidden]
     copies = device[(device["kind"] == "memcpy") & device["bytes"].notna()]
     if copies.empty:
         raise ValueError(
@@ -171,29 +181,27 @@ def fit_profile(
         )
     found: dict[str, Figure] = {}
 
+    def keep(figure: str, value: float, low: float, high: float, source: str) -> None:
+        digits = (float(f"{x:.4g}") for x in (value, min(low, value), max(high, value)))
+        found[figure] = Figure(*digits, source)
+
     def fit(
         figure: str, values: pd.Series, what: str, percentiles: tuple = (50, 25, 75), mean: bool = False
     ) -> None:
         values = values.dropna().to_numpy(float)
         if len(values):
-            middle, low, high = np.percentile(values, percentiles).tolist()
-            middle = float(values.mean()) if mean else middle
-            found[figure] = Figure(
-                middle, min(low, middle), max(high, middle), f"fitted: {what}, n={len(values)}"
-            )
+            middle, low, high = np.percentile(values, percentiles)
+            middle = values.mean() if mean else middle
+            keep(figure, middle, low, high, f"fitted: {what}, n={len(values)}")
 
     host = trace[trace["kind"].isin(("host_op", "runtime"))]
     by_torch = copies[copies["op"] == "aten::copy_"]
     between = by_torch["op_start_us"] - (by_torch["op_start_us"] + by_torch["op_us"]).shift()
     fit("host_copy_us", by_torch["op_us"], "aten::copy_ around a memcpy")
-    fit(
-        "host_between_us",
-        between[by_torch["after_copy"] & (between >= 0)],
-        "end of one aten::copy_ to the next",
-    )
+    between = between[by_torch["after_copy"] & (between >= 0)]
+    fit("host_between_us", between, "end of one aten::copy_ to the next")
     fit("host_memcpy_us", copies["call_us"], "runtime calls of memcpys")
-    for figure, pattern in (("host_launch_us", "LaunchKernel"), ("host_fill_us", "^aten::fill_$"),
-                            ("host_graph_us", "GraphLaunch")):  # fmt: skip
+    for figure, pattern in HOST_CALLS.items():
         fit(figure, host["dur_us"][host["name"].astype(str).str.contains(pattern)], pattern.strip("^$"))
 
     latency = (device["start_us"] - device["call_start_us"])[device["call_start_us"] > device["ready_us"]]
@@ -207,28 +215,27 @@ def fit_profile(
     payload_us = copies["dur_us"] - found["memcpy_floor_us"].value
     large = (copies["bytes"] >= 2**18) & (payload_us > 0)
     if large.any():
-        fit(
-            "memcpy_gb_per_s", copies["bytes"][large] / payload_us[large] / 1e3, "memcpys of at least 256 KiB"
-        )
-        rate = float(copies["bytes"][large].sum() / payload_us[large].sum() / 1e3)  # weighs long copies more
-        f = found["memcpy_gb_per_s"]
-        found["memcpy_gb_per_s"] = replace(f, value=rate, low=min(f.low, rate), high=max(f.high, rate))
+        size, payload_us = copies["bytes"][large], payload_us[large]
+        rate = size.sum() / payload_us.sum() / 1e3  # weighs long copies more
+        low, high = np.percentile(size / payload_us / 1e3, (25, 75))
+        keep("memcpy_gb_per_s", rate, low, high, f"fitted: memcpys of at least 256 KiB, n={len(size)}")
     kernels = trace[trace["kind"].isin(("kernel", "copy_kernel"))]
-    for figure, pattern in (("elementwise_floor_us", "elementwise_kernel"), ("fill_floor_us", "FillFunctor")):
+    for figure, pattern in SHORTEST_KERNELS.items():
         shortest = kernels["dur_us"][kernels["name"].astype(str).str.contains(pattern)]
         fit(figure, shortest, f"5th percentile of {pattern}", percentiles=(5, 1, 25))
 
     unknown = tuple(figure for figure in FIGURES if figure not in found)
     for figure in unknown:
         base, factor, low, high, why = FIGURES[figure][1]
-        value, source_ = found[base].value, f"assumed: {factor} times {base}; {why}"
-        found[figure] = Figure(value * factor, value * low, value * high, source_)
+        value, why = (found[base].value, f"{factor} times {base}; {why}") if base else (1.0, why)
+        keep(figure, value * factor, value * low, value * high, f"assumed: {why}")
     figures = {figure: found[figure] for figure in FIGURES}
     source = source or trace.attrs.get("source", "")
+    source += "; times in whole us" if trace.attrs.get("resolution_us") == 1.0 else ""
     profile = DeviceProfile(name, trace.attrs.get("device", ""), source, date, figures, unknown)
     if without is not None:
         return profile
-    checked = validate(trace)
+    checked = validate(trace).dropna()
     error = checked["error"].abs().groupby(checked["regime"]).median().round(4).to_dict()
     return replace(profile, error=error)
 
@@ -237,12 +244,13 @@ def validate(trace: pd.DataFrame) -> pd.DataFrame:
     """Predict the span of every burst of memcpys by a profile fitted without it.
 
     The earlier half of the bursts is predicted by a profile fitted on the rest of the trace, and the later
-    half likewise. Given are the operations and the starts of their host calls: the whole stream is played, copies
-    of the half take what the profile says, other work what was recorded. No device time of a predicted
+    half likewise. Given are the operations and the starts of their host calls: the whole stream is played,
+    copies of the half take what the profile says, other work what was recorded. No device time of a predicted
     burst is used.
 
     Returns:
-        one row a burst: half, regime, n_copies, span_us, predicted_us, error (signed, relative).
+        one row a burst: half, regime, n_copies, span_us, predicted_us, error (signed, relative; NaN where
+        the rest of the trace has nothing to fit).
     """
     bursts = find_copy_bursts(trace, kinds=("memcpy",))
     copies = burst_copies(trace, kinds=("memcpy",))
@@ -251,7 +259,11 @@ def validate(trace: pd.DataFrame) -> pd.DataFrame:
     table.insert(0, "half", np.where(np.arange(len(bursts)) < len(bursts) // 2, "earlier", "later"))
     for half in table["half"].unique():
         held_out = copies[copies["burst"].map(table["half"]) == half]
-        start, end = _play(device, held_out.index, fit_profile(trace, without=held_out.index))
+        try:
+            profile = fit_profile(trace, without=held_out.index)
+        except ValueError:  # no other memcpy in the trace
+            continue
+        start, end = _play(device, held_out.index, profile)
         start, end = (times[held_out.index].groupby(held_out["burst"]) for times in (start, end))
         table["predicted_us"] = table["predicted_us"].fillna(end.max() - start.first())
     return table.assign(error=table["predicted_us"] / table["span_us"] - 1)
@@ -358,11 +370,11 @@ def what_if_grouped(bursts: pd.DataFrame, profile: DeviceProfile, groups: int = 
 
     Of a host-bound burst the operators around the copies are replaced and the rest of the host's time between
     them stays; that this goes, too, is the fast end of the range. Of a queued burst the host is ahead and
-    only device time changes, in proportion to the model's; so it is counted, too, where the regime is unknown.
+    only device time changes, in proportion to the model's; so is it counted where the regime is unknown.
 
     Returns:
-        one row a burst: n_copies, regime, launches (afterwards), span_us, grouped_us, saved_us, and the range
-        of both: figures at their fast and slow ends, and on the modelled part the error in that regime.
+        one row a burst: n_copies, regime, launches (afterwards), span_us, grouped_us, saved_us, and the
+        range of both: figures at their fast and slow ends, and on the modelled part the error in that regime.
         A negative saving means that grouping costs time.
     """
     if groups < 1:

@@ -369,7 +369,8 @@ def _columns(text: bytes) -> tuple[list[Sequence], list]:
     trace = json.loads(text.decode("utf-8", "replace"), parse_float=Decimal, parse_constant=lambda _: None)
     trace = {"traceEvents": trace} if isinstance(trace, list) else trace
     rows = [_row(e) for e in trace["traceEvents"] if not isinstance(e, dict) or e.get("ph") == "X"]
-    return list(zip(*rows)), trace.get("deviceProperties") or []
+    gpus = trace.get("deviceProperties")
+    return list(zip(*rows)), gpus if isinstance(gpus, list) else []
 
 
 def _row(event: object) -> tuple:
@@ -414,11 +415,8 @@ def _collect(blocks: Iterable[tuple[list, list]], path: Path, microseconds: floa
     names, processes = _Numbering(), _Numbering()  # (category, name), and process ids, which may be text
     chunks, gpus, origin = [], {}, None
     for columns, properties in blocks:
-        gpus |= {
-            g["id"]: str(g.get("name"))
-            for g in properties
-            if isinstance(g, dict) and type(g.get("id")) is int
-        }
+        known = (gpu for gpu in properties if isinstance(gpu, dict) and isinstance(gpu.get("id"), int))
+        gpus |= {gpu["id"]: str(gpu.get("name")) for gpu in known}
         if not columns or not columns[0]:
             continue
         category, name, ts, dur, pid, tid, *numbers = columns
