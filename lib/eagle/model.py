@@ -45,8 +45,8 @@ class PoolAttention:
     """Writes the new rows' keys and values into `pool`, then attends over `read_slots`.
 
     write_slots (B, T), read_slots (B, C) int64; mask (B, T, C) bool, true where a row sees a column. A column
-    that no row may see must still name a slot of the request itself: a masked weight of 0 times a NaN is a NaN,
-    and slot 0 holds whatever padding left there.
+    that no row may see must still name a slot of the request itself: a masked weight of 0 times a NaN is a
+    NaN, and slot 0 holds whatever padding left there.
     """
 
     def __init__(self, pool: KVPool, write_slots: Tensor, read_slots: Tensor, mask: Tensor) -> None:

@@ -76,7 +76,7 @@ class InputBuffers:
         return [(t, self.config.pad_value(f)) for t, f in whole + missing]
 
     def pairs(self, batch: Batch, large: bool | None = None) -> tuple[list[Tensor], list[Tensor], list[str]]:
-        """(dsts, srcs, names) of the device fields the batch has; `large` picks the large or the small ones."""
+        """(dsts, srcs, names) of the batch's device fields; `large` picks the large or the small ones."""
         bs = batch.batch_size
         chosen = [
             f
@@ -143,8 +143,8 @@ class GraphRunner:
         """Fill the padding and copy the batch into the static buffers, large fields and host fields included.
 
         Raises:
-            ValueError: a batch larger than the largest captured, a missing required field, a wrong shape, dtype
-                or device (`InputBuffers.check`); nothing is written then.
+            ValueError: a batch larger than the largest captured, a missing required field, a wrong shape,
+                dtype or device (`InputBuffers.check`); nothing is written then.
             Exception: a strategy's own refusal; of the batch nothing is written then.
         """
         self.buffers.check(batch)

@@ -1,7 +1,7 @@
-"""The speculative loop as SGLang runs it: prefill, then draft, verify, draft-extend, again and again.
+"""The speculative loop as SGLang runs it: prefill, then draft, verify and draft-extend, again and again.
 
-Greedy: the text is the target's own, whatever the draft proposes. `n` below is a request's committed length: the
-tokens whose keys and values are in the pools. The last token of the text is not among them yet; it is the tree's root.
+Greedy: the text is the target's own, whatever the draft proposes. Committed tokens are those whose keys and
+values are in the pools; the last token of a text is not among them yet, it is the root of the next tree.
 """
 
 from __future__ import annotations
@@ -16,16 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lib.eagle import model as m
 from lib.eagle.fields import DraftBatch, DraftExtendBatch, EagleConfig, first_level
-from lib.eagle.model import (
-    DraftModel,
-    EagleHead,
-    KVPool,
-    PoolAttention,
-    TargetModel,
-    causal_attention,
-    prefix_slots,
-)
 from lib.eagle.runners import EagleDraftCudaGraphRunner, EagleDraftExtendCudaGraphRunner
 from lib.strategies import Strategy
 
@@ -72,16 +64,13 @@ class Request:
     max_new_tokens: int
     stop_token: int | None = None  # generation ends after this token
     output: list[int] = field(default_factory=list)
-    accept_lengths: list[int] = field(
-        default_factory=list
-    )  # tokens gained in each step, the bonus token included
+    accept_lengths: list[int] = field(default_factory=list)  # tokens gained by each step, bonus included
     req_pool_index: int = 0
-    slots: list[int] = field(default_factory=list)  # of its n committed tokens, in order
+    slots: list[int] = field(default_factory=list)  # of its committed tokens, in order
 
     @property
     def finished(self) -> bool:
-        full = len(self.output) >= self.max_new_tokens
-        return full or (bool(self.output) and self.output[-1] == self.stop_token)
+        return len(self.output) >= self.max_new_tokens or self.output[-1:] == [self.stop_token]
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens up to the stop token or the limit, whichever comes first."""
@@ -98,6 +87,14 @@ class DraftInput(NamedTuple):
     hidden_states: Tensor  # (bs, H)
 
 
+class Committed(NamedTuple):
+    """The running requests at the start of a step, one entry each."""
+
+    reqs: Tensor  # request slots
+    lens: Tensor  # committed tokens
+    lens_cpu: Tensor  # the same on the host
+
+
 class Tree(NamedTuple):
     """A request's candidates as w nodes, the root (its last token) first, parents before children."""
 
@@ -106,28 +103,22 @@ class Tree(NamedTuple):
     mask: Tensor  # (bs, w, w) bool, true where a column is the row's ancestor or the row itself
 
 
-def build_tree(
-    root: Tensor,
-    parent_list: Tensor,
-    top_scores_index: Tensor,
-    draft_tokens: Tensor,
-    topk: int,
-    num_steps: int,
-) -> Tree:
-    """The draft graph's output as nodes: SGLang's `build_tree_kernel_efficient`. root (bs,) is the last token."""
-    group = top_scores_index // topk  # siblings; group 0 hangs on the root
-    parent = torch.searchsorted(top_scores_index, parent_list.gather(1, group)) + 1
-    parents = torch.cat((torch.zeros_like(root)[:, None], parent.masked_fill_(group == 0, 0)), dim=1)
+def build_tree(root: Tensor, draft: m.DraftOutput, topk: int, num_steps: int) -> Tree:
+    """The draft graph's output as nodes under root (bs,): SGLang's `build_tree_kernel_efficient`."""
+    chosen = draft.top_scores_index
+    siblings = chosen // topk  # group 0 hangs on the root
+    parents = torch.searchsorted(chosen, draft.parent_list.gather(1, siblings)) + 1
+    parents = torch.cat((torch.zeros_like(root)[:, None], parents.masked_fill_(siblings == 0, 0)), dim=1)
     ancestor = torch.arange(parents.shape[1], device=root.device).expand_as(parents)
     mask = torch.eye(parents.shape[1], dtype=torch.bool, device=root.device).repeat(len(root), 1, 1)
     for _ in range(num_steps):
         ancestor = parents.gather(1, ancestor)
         mask.scatter_(2, ancestor[..., None], True)
-    return Tree(torch.cat((root[:, None], draft_tokens), dim=1), parents, mask)
+    return Tree(torch.cat((root[:, None], draft.draft_tokens), dim=1), parents, mask)
 
 
 def accept_greedy(tree: Tree, predictions: Tensor) -> Tensor:
-    """(bs, w) bool: nodes whose whole path is what the target predicts (predictions (bs, w), its choice after each).
+    """(bs, w) bool: nodes whose whole path is what the target predicts after each node, predictions (bs, w).
 
     They form one path: of siblings that carry the same token only the first counts.
     """
@@ -147,24 +138,26 @@ class EagleWorker:
         target, head: e.g. from `load_trained(config, device)`.
         strategy: how both runners copy their inputs.
 
-    `spans` holds (name, start, end) of the last step's parts on the host clock, in seconds: "draft copy", "draft
-    replay", "verify", "extend copy", "extend replay". What they leave of the step is the loop itself.
+    `spans` holds (name, start, end) of the last step's parts in seconds on the host clock: "prefill" of each
+    new request, "draft copy", "draft replay", "verify", "extend copy" and "extend replay". What they leave of
+    the step is the loop itself.
     """
 
     def __init__(
         self,
         config: EagleConfig,
-        target: TargetModel,
-        head: EagleHead,
+        target: m.TargetModel,
+        head: m.EagleHead,
         strategy: str | Strategy = "grouped_foreach_dma",
         device: str | torch.device = "cpu",
     ) -> None:
         self.config, self.target, self.device = config, target, torch.device(device)
         self.kv_slots = SlotPool(config.kv_slots, "KV slots")
         self.req_slots = SlotPool(1 + config.max_batch_size, "request slots")
-        self.target_kv = KVPool(config, config.num_target_layers, device)
+        self.target_kv = m.KVPool(config, config.num_target_layers, device)
         table = torch.zeros(self.req_slots.size, config.max_context_len, dtype=torch.int64, device=device)
-        self.draft_model = DraftModel(config, head, KVPool(config, 1, device), table)
+        self.req_to_token = table
+        self.draft_model = m.DraftModel(config, head, m.KVPool(config, 1, device), table)
         self.draft = EagleDraftCudaGraphRunner(config, strategy, device, self.draft_model)
         self.extend = EagleDraftExtendCudaGraphRunner(config, strategy, device, self.draft_model)
         for runner in (self.draft, self.extend):
@@ -177,13 +170,12 @@ class EagleWorker:
     def submit(self, prompt: Sequence[int], max_new_tokens: int, stop_token: int | None = None) -> Request:
         """Queue a request; the next `step` with room takes it up.
 
-        Raises:
-            ValueError: an empty prompt, no token wanted, or a request that could never fit.
+        Raises ValueError for an empty prompt, no token wanted, or a request that could never fit.
         """
         c, length = self.config, len(prompt) + max_new_tokens
         if not prompt or max_new_tokens < 1:
             raise ValueError(
-                f"expected a prompt and max_new_tokens >= 1, got {len(prompt)} and {max_new_tokens}"
+                f"expected a prompt and max_new_tokens >= 1, got {len(prompt)}, {max_new_tokens}"
             )
         room = min(c.max_context_len - c.num_draft_tokens, c.kv_slots - 1 - self._slots_per_step)
         if length > room:
@@ -198,29 +190,33 @@ class EagleWorker:
 
     @torch.no_grad()
     def step(self) -> list[Request]:
-        """Take up waiting requests, then one round of draft, verify and draft-extend; returns the finished ones.
+        """Take up waiting requests, then draft, verify and draft-extend once; returns the finished requests.
 
-        Raises:
-            PoolExhausted: the running requests need more KV slots than are free; nothing was written.
+        Raises PoolExhausted where the running requests need more KV slots than are free; nothing is written.
         """
+        self.spans = []
         finished = self._admit()
         if not self.running:
             return finished
-        self.kv_slots.require(len(self.running) * self._slots_per_step)
-        self.spans = []
-        reqs = torch.tensor([r.req_pool_index for r in self.running], device=self.device)
+        bs, c = len(self.running), self.config
+        self.kv_slots.require(bs * self._slots_per_step)
         lens_cpu = torch.tensor([len(r.slots) for r in self.running])
-        lens = lens_cpu.to(self.device)
-        tree = self._draft(reqs, lens, lens_cpu)
-        slots = self.kv_slots.alloc(len(self.running) * self.config.num_draft_tokens)
-        accepted, predictions, features = self._verify(reqs, lens, lens_cpu, tree, slots)
-        finished += self._commit(reqs, lens, lens_cpu, accepted, predictions, features, slots)
-        return finished
+        at = Committed(
+            self._tensor([r.req_pool_index for r in self.running]), lens_cpu.to(self.device), lens_cpu
+        )
+        tree = self._draft(at)
+        node_slots = self._tensor(self.kv_slots.alloc(bs * c.num_draft_tokens)).view(bs, -1)
+        predictions, features = self._verify(at, tree, node_slots)
+        self._commit(at, accept_greedy(tree, predictions), predictions, features, node_slots)
+        return finished + self._retire()
 
     @property
     def _slots_per_step(self) -> int:
         """KV slots a request needs for a moment: its draft branches, and after these the nodes to verify."""
         return max(self.config.topk * self.config.num_steps, self.config.num_draft_tokens)
+
+    def _tensor(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, device=self.device)
 
     @contextmanager
     def _span(self, name: str) -> Iterator[None]:
@@ -234,17 +230,16 @@ class EagleWorker:
         while self.waiting and len(self.running) < self.config.max_batch_size:
             request = self.waiting[0]
             needed = len(request.prompt) + (len(self.running) + 1) * self._slots_per_step
-            if self.running and needed > len(self.kv_slots.free_slots):
+            if needed > len(self.kv_slots.free_slots):
                 break
-            self.kv_slots.require(needed)
-            self.waiting.popleft()
-            fresh = self._prefill(request)
+            with self._span("prefill"):
+                fresh = self._prefill(self.waiting.popleft())
             if request.finished:
                 self._release(request)
                 finished.append(request)
                 continue
-            merge = zip(self.draft_input, fresh) if self.running else ((t,) for t in fresh)
-            self.draft_input = DraftInput(*(torch.cat(rows) for rows in merge))
+            merged = zip(self.draft_input, fresh) if self.running else ((t,) for t in fresh)
+            self.draft_input = DraftInput(*(torch.cat(rows) for rows in merged))
             self.running.append(request)
         return finished
 
@@ -252,29 +247,28 @@ class EagleWorker:
         """Target, then head, over the whole prompt; the head reads tokens shifted by one."""
         n = len(request.prompt)
         request.slots, (request.req_pool_index,) = self.kv_slots.alloc(n), self.req_slots.alloc(1)
-        slots = torch.tensor([request.slots], device=self.device)
-        self.draft_model.req_to_token[request.req_pool_index, :n] = slots[0]
+        slots, tokens = self._tensor([request.slots]), self._tensor([request.prompt])
+        self.req_to_token[request.req_pool_index, :n] = slots[0]
         positions = torch.arange(n, device=self.device)[None]
         mask = positions[..., None] >= positions[:, None]
-        tokens = torch.tensor([request.prompt], device=self.device)
-        logits, features = self.target(tokens, positions, PoolAttention(self.target_kv, slots, slots, mask))
+        logits, features = self.target(tokens, positions, m.PoolAttention(self.target_kv, slots, slots, mask))
         first = logits[:, -1:].argmax(-1)
         request.extend(first[0].tolist())
         shifted = torch.cat((tokens[:, 1:], first), dim=1)
-        attention = PoolAttention(self.draft_model.kv, slots, slots, mask)
+        attention = m.PoolAttention(self.draft_model.kv, slots, slots, mask)
         logits, hidden = self.draft_model.head(shifted, features, positions, attention)
         return DraftInput(*first_level(logits[:, -1], self.config.topk), hidden[:, -1])
 
-    def _draft(self, reqs: Tensor, lens: Tensor, lens_cpu: Tensor) -> Tree:
-        """Grow a tree for every running request. Its branches' slots are the head's for the draft only."""
+    def _draft(self, at: Committed) -> Tree:
+        """Grow a tree for every running request. The slots of its branches are needed for the draft only."""
         k, s, bs = self.config.topk, self.config.num_steps, len(self.running)
         slots = self.kv_slots.alloc(bs * k * s)
         batch = DraftBatch(
-            seq_lens=lens,
-            out_cache_loc=torch.tensor(slots, device=self.device),
-            positions=lens.repeat_interleave(k),
-            req_pool_indices=reqs,
-            seq_lens_cpu=lens_cpu,
+            seq_lens=at.lens,
+            out_cache_loc=self._tensor(slots),
+            positions=at.lens.repeat_interleave(k),
+            req_pool_indices=at.reqs,
+            seq_lens_cpu=at.lens_cpu,
             **self.draft_input._asdict(),
         )
         with self._span("draft copy"):
@@ -282,54 +276,40 @@ class EagleWorker:
         with self._span("draft replay"):
             out = self.draft.replay_graph(bs)
         self.kv_slots.free(slots)
-        root = torch.tensor([r.output[-1] for r in self.running], device=self.device)
-        return build_tree(root, out.parent_list, out.top_scores_index, out.draft_tokens, k, s)
+        return build_tree(self._tensor([r.output[-1] for r in self.running]), out, k, s)
 
-    def _verify(
-        self, reqs: Tensor, lens: Tensor, lens_cpu: Tensor, tree: Tree, slots: list[int]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Run the target over all nodes at once: accepted (bs, w), predictions (bs, w), features (bs, w, H)."""
-        bs, w = tree.tokens.shape
-        node_slots = torch.tensor(slots, device=self.device).view(bs, w)
+    def _verify(self, at: Committed, tree: Tree, node_slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Run the target over all nodes at once: predictions (bs, w) and features (bs, w, H)."""
+        prefix, valid = m.prefix_slots(self.req_to_token, at.reqs, at.lens, int(at.lens_cpu.max()))
+        mask = torch.cat((valid[:, None].expand(-1, tree.mask.shape[1], -1), tree.mask), dim=2)
+        attention = m.PoolAttention(self.target_kv, node_slots, torch.cat((prefix, node_slots), dim=1), mask)
         depths = tree.mask.sum(-1) - 1
-        prefix, valid = prefix_slots(self.draft_model.req_to_token, reqs, lens, int(lens_cpu.max()))
-        mask = torch.cat((valid[:, None].expand(-1, w, -1), tree.mask), dim=2)
-        attention = PoolAttention(self.target_kv, node_slots, torch.cat((prefix, node_slots), dim=1), mask)
         with self._span("verify"):
-            logits, features = self.target(tree.tokens, lens[:, None] + depths, attention)
-        predictions = logits.argmax(-1)
-        return accept_greedy(tree, predictions), predictions, features
+            logits, features = self.target(tree.tokens, at.lens[:, None] + depths, attention)
+        return logits.argmax(-1), features
 
     def _commit(
-        self,
-        reqs: Tensor,
-        lens: Tensor,
-        lens_cpu: Tensor,
-        accepted: Tensor,
-        predictions: Tensor,
-        features: Tensor,
-        slots: list[int],
-    ) -> list[Request]:
+        self, at: Committed, accepted: Tensor, predictions: Tensor, features: Tensor, node_slots: Tensor
+    ) -> None:
         """Keep the accepted path, refresh the head's cache over all w rows, free what was rejected."""
         bs, w = accepted.shape
         # Accepted nodes first, in path order. Rejected ones follow, so that every row has a slot of its own.
         order = accepted.byte().argsort(dim=1, descending=True, stable=True)
         counts = accepted.sum(1, dtype=torch.int32)
-        tokens = predictions.gather(1, order)
-        node_slots = torch.tensor(slots, device=self.device).view(bs, w).gather(1, order)
-        positions = lens[:, None] + torch.arange(w, device=self.device)
-        self.draft_model.req_to_token[reqs[:, None], positions] = node_slots
+        tokens, node_slots = predictions.gather(1, order), node_slots.gather(1, order)
+        positions = at.lens[:, None] + torch.arange(w, device=self.device)
+        self.req_to_token[at.reqs[:, None], positions] = node_slots
         batch = DraftExtendBatch(
             input_ids=tokens.flatten(),
-            seq_lens=lens + w,
+            seq_lens=at.lens + w,
             out_cache_loc=node_slots.flatten(),
             positions=positions.flatten(),
-            req_pool_indices=reqs,
+            req_pool_indices=at.reqs,
             extend_seq_lens=torch.full_like(counts, w),
             num_correct_drafts=counts - 1,
             num_accept_tokens=counts,
             hidden_states=features.gather(1, order[..., None].expand_as(features)).flatten(0, 1),
-            seq_lens_cpu=lens_cpu + w,
+            seq_lens_cpu=at.lens_cpu + w,
         )
         with self._span("extend copy"):
             self.extend.copy_inputs(batch)
@@ -339,20 +319,21 @@ class EagleWorker:
         self.draft_input = DraftInput(out.topk_p[last], out.topk_index[last], out.hidden_states[last])
 
         # The step's one synchronization with the device.
-        rows = torch.cat((counts[:, None], tokens, node_slots), dim=1).tolist()
-        for request, (count, *row) in zip(self.running, rows):
-            request.extend(row[:count])
+        for request, row in zip(
+            self.running, torch.cat((counts[:, None], tokens, node_slots), dim=1).tolist()
+        ):
+            count, tokens, slots = row[0], row[1 : 1 + w], row[1 + w :]
+            request.extend(tokens[:count])
             request.accept_lengths.append(count)
-            request.slots += row[w : w + count]
-            self.kv_slots.free(row[w + count :])
-        return self._retire()
+            request.slots += slots[:count]
+            self.kv_slots.free(slots[count:])
 
     def _retire(self) -> list[Request]:
         """Let finished requests leave the running batch."""
         finished = [r for r in self.running if r.finished]
         if finished:
-            keep = torch.tensor([i for i, r in enumerate(self.running) if not r.finished], device=self.device)
-            self.draft_input = DraftInput(*(t[keep.long()] for t in self.draft_input))
+            keep = torch.tensor([not r.finished for r in self.running], device=self.device)
+            self.draft_input = DraftInput(*(t[keep] for t in self.draft_input))
             self.running = [r for r in self.running if not r.finished]
             for request in finished:
                 self._release(request)
@@ -366,10 +347,12 @@ class EagleWorker:
 
 @torch.no_grad()
 def greedy_decode(
-    target: TargetModel, prompts: Sequence[Sequence[int]], max_new_tokens: int
+    target: m.TargetModel, prompts: Sequence[Sequence[int]], max_new_tokens: int
 ) -> tuple[list[list[int]], list[list[float]]]:
-    """Plain greedy decoding without any cache: the reference. Returns new tokens and, for each, by how much its
-    logit leads the next one: a lead within rounding means that another order of summing may choose otherwise."""
+    """Plain greedy decoding without any cache, the reference: new tokens, and by how much each leads.
+
+    A lead within rounding means that another order of summing may choose the next best token instead.
+    """
     device = target.embed.weight.device
     lens = torch.tensor([len(p) for p in prompts], device=device)
     rows, total = torch.arange(len(prompts), device=device), int(lens.max()) + max_new_tokens
@@ -379,7 +362,7 @@ def greedy_decode(
     positions, outputs, leads = torch.arange(total, device=device).expand_as(tokens), [], []
     for _ in range(max_new_tokens):
         end = int(lens.max())
-        logits, _ = target(tokens[:, :end], positions[:, :end], causal_attention)
+        logits, _ = target(tokens[:, :end], positions[:, :end], m.causal_attention)
         best = logits[rows, lens - 1].float().topk(2)
         tokens[rows, lens] = best.indices[:, 0]
         lens = lens + 1
