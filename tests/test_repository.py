@@ -11,18 +11,19 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 # No module of lib imports one of a later set.
 CHAIN = (
-    {"grouped_copy", "routes"},
+    {"grouped_copy", "routes", "fused_copy"},
     {"strategies"},
     {"eagle"},
     {"timing", "traces"},
     {"device_model"},
     {"step"},
     {"plots"},
+    {"explore", "recordings"},
     {"record"},
 )
 ANYWHERE = {"evidence"}  # a leaf: imports nothing of lib
 TABLES = {"numpy", "pandas", "matplotlib", "seaborn"}
-MAY_LOAD_TABLES = {"traces", "device_model", "plots", "record"}
+MAY_LOAD_TABLES = {"traces", "device_model", "plots", "recordings", "record"}
 
 
 def tracked_files() -> list[Path]:
