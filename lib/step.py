@@ -77,17 +77,22 @@ def measured_lanes(
     nested operators only the outermost is kept.
     """
     on_gpu = torch.device(device).type == "cuda"
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a copy shared out to threads would show their waiting, on a busy machine
     activities = [torch.profiler.ProfilerActivity.CPU]
     if on_gpu:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    for _ in range(warmup):
-        run()
-    with torch.profiler.profile(activities=activities) as prof:
-        for _ in range(15):
-            with torch.profiler.record_function("one step"):
-                run()
-            if on_gpu:
-                torch.cuda.synchronize()
+    try:
+        for _ in range(warmup):
+            run()
+        with torch.profiler.profile(activities=activities) as prof:
+            for _ in range(15):
+                with torch.profiler.record_function("one step"):
+                    run()
+                if on_gpu:
+                    torch.cuda.synchronize()
+    finally:
+        torch.set_num_threads(threads)
     table = from_profiler(prof)
     steps = table[(table.kind == "annotation") & (table.name == "one step")].sort_values("start_us")
     start = steps.start_us[steps.dur_us.idxmin()]
