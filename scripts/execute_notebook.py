@@ -22,17 +22,13 @@ from nbclient.exceptions import DeadKernelError
 from papermill.execute import ERROR_MARKER_TAG
 from traitlets.config import Config
 
-RESULT_MIME = (
-    "application/vnd.replay-copy.result+json"  # lib/evidence.py; not imported, since that loads torch
-)
+# As in lib/evidence.py, which is not imported here since it loads torch; a test compares the two.
+RESULT_MIME = "application/vnd.replay-copy.result+json"
 CLAIM_MARK = "✓ "
 PEAK_LIMIT_MB = 1500
 
 # A python3 kernel that somebody installed for their user must not win over the one of this environment.
 os.environ.setdefault("JUPYTER_PREFER_ENV_PATH", "1")
-os.environ.setdefault(
-    "PYDEVD_DISABLE_FILE_VALIDATION", "1"
-)  # a warning of the debugger's that nobody can act on
 
 
 class PeakMemory(threading.Thread):
@@ -77,10 +73,10 @@ def declared_parameters(notebook: Path) -> set[str]:
     return set(papermill.inspect_notebook(str(notebook)))
 
 
-def execute(
-    source: Path, output: Path, parameters: dict[str, Any], progress_bar: bool = True
-) -> dict[str, Any]:
-    """Execute `source` with the parameters it declares, in its own folder; leave it, executed, in `output`.
+def execute(source: Path, output: Path, parameters: dict, progress_bar: bool = True) -> dict[str, Any]:
+    """Execute `source` with those parameters that it declares, in its own folder; leave it in `output`.
+
+    A notebook that declares `live` gets False: no sliders where nobody can move them.
 
     Returns a JSON-ready record: notebook, title, status ("ok", "failed", "died": its kernel was killed,
     "interrupted": Ctrl-C), seconds, peak_mb of its largest process, parameters, error (None, or the cell,
@@ -89,7 +85,7 @@ def execute(
     """
     output.parent.mkdir(parents=True, exist_ok=True)
     known = declared_parameters(source)
-    parameters = {name: value for name, value in parameters.items() if name in known}
+    parameters = {name: value for name, value in ({"live": False} | parameters).items() if name in known}
     at: dict[str, Any] = {"index": 0}
     status, message, started = "ok", "", time.monotonic()
     memory = PeakMemory()
@@ -126,7 +122,7 @@ def execute(
     executed = at.get("notebook") or nbformat.read(source, as_version=4)
     return {
         "notebook": source.stem,
-        "title": _title(executed) or source.stem,
+        "title": [*_headings(executed.cells), source.stem][0],
         "status": status,
         "seconds": round(seconds, 1),
         "peak_mb": peak_mb,
@@ -165,20 +161,15 @@ def describe(error: dict[str, str]) -> str:
 
 def _name_cell(notebook: nbformat.NotebookNode, index: int) -> dict[str, str]:
     cells = [cell for cell in notebook.cells if ERROR_MARKER_TAG not in cell.metadata.get("tags", [])]
-    upto = cells[: index + 1]
-    headings = re.findall(r"^#+ +(.+)$", "\n".join(c.source for c in upto if c.cell_type == "markdown"), re.M)
-    code = [cell for cell in upto if cell.cell_type == "code"]
-    lines = [line for line in code[-1].source.splitlines() if line.strip() and line[0] != "#"] if code else []
-    number = code[-1].execution_count or len(code) if code else 0
+    code = [cell for cell in cells[: index + 1] if cell.cell_type == "code"]
+    lines = [line.strip() for line in code[-1].source.splitlines()] if code else []
     return {
-        "cell": f"In [{number}]",
-        "heading": headings[-1].strip() if headings else "",
-        "line": lines[0].strip() if lines else "",
+        "cell": f"In [{code[-1].execution_count or len(code)}]" if code else "no cell",
+        "heading": ["", *_headings(cells[: index + 1])][-1],
+        "line": next((line for line in lines if line and line[0] != "#"), ""),
     }
 
 
-def _title(notebook: nbformat.NotebookNode) -> str:
-    match = re.search(
-        r"^# +(.+)$", "\n".join(c.source for c in notebook.cells if c.cell_type == "markdown"), re.M
-    )
-    return match[1].strip() if match else ""
+def _headings(cells: list[nbformat.NotebookNode]) -> list[str]:
+    prose = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
+    return re.findall(r"^#+ +(.*\S)", prose, re.M)

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -42,26 +43,16 @@ def parse_value(text: str) -> Any:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = OneLineParser(
-        prog="run_all.sh",
-        description="Execute the notebooks into runs/<UTC time>/; figures, summary.json and report.html too.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument(
-        "--quick", action="store_true", help="fewer repetitions: a check rather than a measurement"
-    )
-    parser.add_argument(
-        "--only", metavar="NN", action="append", default=[], help="this notebook; may be repeated"
-    )
-    parser.add_argument(
-        "-p", dest="parameters", nargs=2, metavar=("NAME", "VALUE"), action="append", default=[],
-        help="a parameter for the notebooks that declare it; may be repeated",
-    )  # fmt: skip
-    parser.add_argument("--output", type=Path, metavar="DIR", help="instead of runs/<UTC time>; new or empty")
-    parser.add_argument(
-        "--notebooks", type=Path, metavar="DIR", default=ROOT / "notebooks", help=argparse.SUPPRESS
-    )
+    about = "Execute the notebooks into runs/<UTC time>/; leave figures, summary.json and report.html there."
+    parser = OneLineParser(prog="run_all.sh", description=about, allow_abbrev=False)
+    add, repeated = parser.add_argument, {"action": "append", "default": []}
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--quick", action="store_true", help="fewer samples: a check rather than a measurement")
+    add("--only", metavar="NN", **repeated, help="this notebook; may be repeated")
+    about = "a parameter of the notebooks that declare it; may be repeated"
+    add("-p", dest="parameters", nargs=2, metavar=("NAME", "VALUE"), **repeated, help=about)
+    add("--output", type=Path, metavar="DIR", help="instead of runs/<UTC time>; new or empty")
+    add("--notebooks", type=Path, metavar="DIR", default=ROOT / "notebooks", help="others than the project's")
     return parser
 
 
@@ -97,15 +88,13 @@ def keep_files(record: dict[str, Any], executed: Path, run: Path) -> None:
         executed.with_suffix(".html").write_text(html, encoding="utf-8")
 
 
-def print_table(records: list[dict[str, Any]], describe, limit_mb: float) -> None:
+def print_table(records: list[dict[str, Any]], describe: Callable[[dict], str], limit_mb: int) -> None:
     width = max(len(record["notebook"]) for record in records)
-    print(f"\n{'notebook':<{width}}  result        time  peak memory")
+    print(f"\n{'notebook':<{width}}  {'result':<11}     time  peak memory")
     for record in records:
-        over = f"  over the limit of {limit_mb:.0f} MB" if record["peak_mb"] > limit_mb else ""
-        print(
-            f"{record['notebook']:<{width}}  {record['status']:<11} {record['seconds']:5.1f} s "
-            f"{record['peak_mb']:9.0f} MB{over}"
-        )
+        time_and_memory = f"{record['seconds']:6.1f} s {record['peak_mb']:9.0f} MB"
+        over = f", over the limit of {limit_mb} MB" if record["peak_mb"] > limit_mb else ""
+        print(f"{record['notebook']:<{width}}  {record['status']:<11} {time_and_memory}{over}")
         if record["error"]:
             print(f"{'':<{width}}  {describe(record['error'])}")
 
@@ -126,47 +115,39 @@ def main() -> int:
     extra = {name: parse_value(value) for name, value in options.parameters}
     known = set().union(*map(declared_parameters, notebooks))
     for name in sorted(set(extra) - known):
-        parser.error(
-            f"-p {name}: no such parameter; these notebooks declare {', '.join(sorted(known)) or 'none'}"
-        )
+        parser.error(f"-p {name}: no such parameter; these notebooks declare {', '.join(sorted(known))}")
     machine = choose_machine(options.device, parser)
-    parameters = {"device": machine["device"], "quick": options.quick, "live": False} | extra
+    parameters = {"device": machine["device"], "quick": options.quick} | extra
 
     run.mkdir(parents=True, exist_ok=True)
-    summary = {
-        "started": started.isoformat(),
-        "seconds": 0.0,
-        "complete": False,
-        "machine": machine,
-        "parameters": parameters,
-        "peak_limit_mb": PEAK_LIMIT_MB,
-        "notebooks": [],
-    }
+    summary: dict[str, Any] = {"started": started.isoformat(), "seconds": 0.0, "complete": False}
+    summary |= {"machine": machine, "parameters": parameters, "peak_limit_mb": PEAK_LIMIT_MB, "notebooks": []}
     records, clock = summary["notebooks"], time.monotonic()
     print(
         f"{len(notebooks)} notebooks on {machine['name']}, torch {machine['torch']}, into {run}", flush=True
     )
     try:
-        for number, source in enumerate(notebooks):
+        for source in notebooks:
             executed = run / "notebooks" / source.name
             record = execute(source, executed, parameters)
             keep_files(record, executed, run)
             records.append(record)
-            if record["status"] == "interrupted":
-                break
-            summary["complete"] = number == len(notebooks) - 1
+            summary["complete"] = len(records) == len(notebooks) and record["status"] != "interrupted"
             summary["seconds"] = round(time.monotonic() - clock, 1)
             report.write_json(run / "summary.json", summary)
+            if record["status"] == "interrupted":
+                break
     except KeyboardInterrupt:  # between two notebooks
         pass
-    interrupted = not summary["complete"]
-    summary["seconds"] = round(time.monotonic() - clock, 1)
     report.write_json(run / "summary.json", summary)
-    page = report.write(run)
+    page = os.path.relpath(report.write(run))
     if records:
         print_table(records, describe, PEAK_LIMIT_MB)
-    print(f"\n{'interrupted; what was finished is in ' if interrupted else ''}{os.path.relpath(page)}")
-    return 130 if interrupted else int(any(record["status"] != "ok" for record in records))
+    if not summary["complete"]:
+        print(f"\ninterrupted; what was finished is in {page}")
+        return 130
+    print(f"\n{page}")
+    return int(any(record["status"] != "ok" for record in records))
 
 
 if __name__ == "__main__":

@@ -115,9 +115,10 @@ def test_every_package_is_pinned_once():
 def test_everything_that_the_project_imports_is_pinned():
     provided = {"yaml": "pyyaml", "IPython": "ipykernel", "zmq": "ipykernel", "psutil": "ipykernel"}
     provided |= {"traitlets": "ipykernel", "nbformat": "nbclient", "dask": "distributed"}
+    provided |= {"PIL": "matplotlib"}
     pinned = (ROOT / "environment.yml").read_text(encoding="utf-8").lower()
     modules = [path for path in tracked_files() if path.suffix == ".py"]
-    own = {"lib", "scripts", *(path.stem for path in modules), *sys.stdlib_module_names}
+    own = {"lib", "scripts", "tests", *(path.stem for path in modules), *sys.stdlib_module_names}
     for path in modules:
         for root in {name.split(".")[0] for name in imports(path, top_level=False)} - own:
             assert f"- {provided.get(root, root).lower()}==" in pinned, (
