@@ -105,12 +105,13 @@ class DeviceProfile:
         return self.figures[figure].value
 
     def at(self, end: str) -> DeviceProfile:
-        """The profile with every figure at its "fast" or "slow" end."""
+        """The profile at the "fast" or "slow" end of every figure but the runtime calls inside operators."""
         figures = {
             name: replace(f, value=f.high if (end == "fast") == name.endswith("gb_per_s") else f.low)
             for name, f in self.figures.items()
+            if name not in ("host_memcpy_us", "host_launch_us")
         }
-        return replace(self, figures=figures)
+        return replace(self, figures=self.figures | figures)
 
     def label(self) -> str:
         """What a plot or table of modelled numbers has to say about them."""
@@ -204,9 +205,10 @@ def fit_profile(
     for figure, pattern in HOST_CALLS.items():
         fit(figure, host["dur_us"][host["name"].astype(str).str.contains(pattern)], pattern.strip("^$"))
 
-    latency = (device["start_us"] - device["call_start_us"])[device["call_start_us"] > device["ready_us"]]
-    fit("launch_latency_us", latency[latency >= 0], "work launched on an idle stream")
-    waiting = device[device["call_start_us"] + device["call_us"] < device["ready_us"]]
+    call_end = device["call_start_us"] + device["call_us"]
+    latency = (device["start_us"] - device["call_start_us"])[call_end > device["ready_us"]]
+    fit("launch_latency_us", latency[latency >= 0], "work on a stream that was idle when its call returned")
+    waiting = device[call_end < device["ready_us"]]
     waiting = waiting[waiting["after_copy"]] if waiting["after_copy"].sum() >= 10 else waiting
     gap = (waiting["start_us"] - waiting["ready_us"]).clip(lower=0)
     fit("gap_us", gap[gap <= 10 * max(gap.median(), 1)], "work that waited on the stream, mean", mean=True)

@@ -221,7 +221,7 @@ def test_nsys_with_every_table_and_two_processes(tmp_path):
         correlationId INT, globalPid INT);
     INSERT INTO CUPTI_ACTIVITY_KIND_GRAPH_TRACE VALUES (10000, 12000, 0, 7, 52, {77 << 24});
     CREATE TABLE NVTX_EVENTS (start INT, end INT, text TEXT, textId INT, globalTid INT);
-    INSERT INTO NVTX_EVENTS VALUES (0, 4000, 'copy inputs', NULL, {77 << 24 | 5}), 
+    INSERT INTO NVTX_EVENTS VALUES (0, 4000, 'copy inputs', NULL, {77 << 24 | 5}),
         (0, 9, NULL, 5, {77 << 24 | 5}), (1, NULL, 'a mark', NULL, {77 << 24 | 5});
     """
     table = load_trace(nsys(tmp_path / "r.sqlite", (77, 78), script))
@@ -305,7 +305,7 @@ BAD_FILES = {
     "not the trace's list": (lambda p: p.write_text('{"a": {"traceEvents": []}}'), "invalid JSON"),
     "no events": (lambda p: p.write_text('{"traceEvents": []}'), "no complete event"),
     "no spans": (lambda p: p.write_text('[{"ph": "M", "name": "process_name"}]'), "no complete event"),
-    "no readable event": (lambda p: p.write_text('[{"ph": "X", "cat": "cpu_op"}, 7]'), "no event could be read"),
+    "no readable event": (lambda p: p.write_text('[{"ph": "X", "cat": "cpu_op"}, 7]'), "no event could"),
     "a database": (lambda p: sqlite3.connect(p).execute("CREATE TABLE a (b)").connection.close(), "no Ns"),
     "a damaged database": (lambda p: p.write_bytes(b"SQLite format 3\0" + b"x" * 4096), "Nsight Systems"),
     "an nsys file of another schema": (
