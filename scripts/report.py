@@ -106,7 +106,7 @@ def _notebook(notebook: dict[str, Any], run: Path) -> str:
     stem = notebook["notebook"]
     links = [
         f'<a href="notebooks/{stem}.{kind}">{text}</a>'
-        for kind, text in (("html", "read it, executed"), ("ipynb", "open it in JupyterLab"))
+        for kind, text in (("html", "read it, executed"), ("ipynb", "as a notebook"))
         if (run / "notebooks" / f"{stem}.{kind}").exists()
     ]
     parts = [f'<h3 id="{stem}">{escape(notebook["title"])}</h3><p class="soft">{" · ".join(links)}</p>']

@@ -55,6 +55,10 @@ def read_grid(path: Path) -> tuple[Path, list[dict[str, Any]]]:
     for name, values in parameters.items():
         if not isinstance(values, list) or not values:
             raise ValueError(f"{path}: parameters: {name}: expected a list of values, got {values!r:.80}")
+        if not all(isinstance(value, bool | int | float | str | None) for value in values):
+            raise ValueError(
+                f"{path}: parameters: {name}: expected numbers, words, true or false, got {values}"
+            )
     from execute_notebook import declared_parameters
 
     known = declared_parameters(notebook)
@@ -94,16 +98,12 @@ def run_on_worker(scripts: str, notebook: Path, parameters: dict[str, Any], reco
 
 def run_here(points: list[tuple], jobs: int) -> Iterator[None]:
     """Yields as points end. Ctrl-C ends the points in progress; they leave no record."""
-    pool_of = {"mp_context": multiprocessing.get_context("spawn")}
-    pool_of |= {
-        "initializer": signal.signal,
-        "initargs": (signal.SIGINT, signal.SIG_IGN),
-    }  # we end them ourselves
-    with ProcessPoolExecutor(min(jobs, len(points)), **pool_of) as pool:
+    spawn, ignore_ctrl_c = multiprocessing.get_context("spawn"), (signal.SIGINT, signal.SIG_IGN)
+    with ProcessPoolExecutor(min(jobs, len(points)), spawn, signal.signal, ignore_ctrl_c) as pool:
         try:
             for future in as_completed([pool.submit(run_point, *point) for point in points]):
                 yield future.result()
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, GeneratorExit):
             import psutil
 
             for process in psutil.Process().children(recursive=True):
@@ -119,10 +119,8 @@ def run_on_cluster(points: list[tuple], address: str) -> Iterator[None]:
 
     with Client(address, timeout="5s") as client:
         scripts = str(Path(__file__).resolve().parent)
-        futures = [
-            client.submit(run_on_worker, scripts, *point, key=f"point-{point[-1].stem}") for point in points
-        ]
         of_key = {f"point-{point[-1].stem}": point for point in points}
+        futures = [client.submit(run_on_worker, scripts, *point, key=key) for key, point in of_key.items()]
         for future in as_completed_on_cluster(futures):
             _, parameters, record = of_key[future.key]
             if error := future.exception():  # e.g. three workers in turn died of this point
@@ -176,16 +174,12 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     parser = OneLineParser(prog="run_grid.py", description=__doc__.partition("\n")[0], allow_abbrev=False)
     parser.add_argument("grid", type=Path, help="YAML file: notebook, and parameters with lists of values")
-    parser.add_argument(
-        "--jobs", type=int, default=1, metavar="N", help="notebooks at a time, on this machine"
-    )
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="notebooks at a time, here")
     cluster = "a Dask scheduler, tcp://host:8786; its workers, one a GPU, share this checkout and the output"
     parser.add_argument("--scheduler", metavar="ADDRESS", help=cluster)
+    parser.add_argument("--output", type=Path, metavar="DIR", help="instead of runs/grid-<the file's name>")
     parser.add_argument(
-        "--output", type=Path, metavar="DIR", help="instead of runs/grid-<name of the grid file>"
-    )
-    parser.add_argument(
-        "--retry-failed", action="store_true", help="do the points again whose row is an error"
+        "--retry-failed", action="store_true", help="do again the points whose row is an error"
     )
     options = parser.parse_args()
     if options.jobs < 1:
@@ -196,7 +190,8 @@ def main() -> int:
         parser.error(str(error))
     folder = (options.output or ROOT / "runs" / f"grid-{options.grid.stem}").resolve()
     (folder / "points").mkdir(parents=True, exist_ok=True)
-    points = [(notebook, values, record_file(notebook, values, folder)) for values in combinations]
+    records = {record_file(notebook, values, folder): values for values in combinations}
+    points = [(notebook, values, record) for record, values in records.items()]
     if options.retry_failed:
         for *_, file in points:
             if file.exists() and json.loads(file.read_text(encoding="utf-8"))["error"]:
@@ -208,12 +203,10 @@ def main() -> int:
     table, code = folder / "table.csv", 0
     try:
         if missing:
-            ended = (
-                run_on_cluster(missing, options.scheduler)
-                if options.scheduler
-                else run_here(missing, options.jobs)
-            )
-            for _ in tqdm(ended, total=len(points), initial=len(points) - len(missing), unit="point"):
+            run, how = (run_on_cluster, options.scheduler) if options.scheduler else (run_here, options.jobs)
+            for _ in tqdm(
+                run(missing, how), total=len(points), initial=len(points) - len(missing), unit="point"
+            ):
                 write_table(points, table)
     except KeyboardInterrupt:
         code = 130

@@ -1,5 +1,7 @@
 import csv
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -75,6 +77,10 @@ def test_every_point_is_a_row_and_a_rerun_does_only_the_missing(tmp_path):
             "notebook: point.ipynb\nparameters: {width: [1]}\n",
             "width: the notebook declares device, quick, size",
         ),
+        (
+            "notebook: point.ipynb\nparameters: {size: [2026-11-29]}\n",
+            "size: expected numbers, words, true or false",
+        ),
         ("notebook: [", "while parsing"),
     ],
 )
@@ -87,6 +93,21 @@ def test_a_bad_grid_is_one_clear_line(tmp_path, monkeypatch, text, said):
     with pytest.raises(ValueError, match=r"^[^\n]*$") as refused:
         read_grid(grid)
     assert said in str(refused.value) and str(grid) in str(refused.value)
+
+
+def test_ctrl_c_keeps_what_is_done(tmp_path):
+    mark = f"import pathlib, time\npathlib.Path({str(tmp_path)!r}, f'at{{size}}').touch()"
+    write_notebook(tmp_path / "point.ipynb", mark, "time.sleep(60 if size == 2 else 0)")
+    grid = write_grid(tmp_path, "notebook: point.ipynb\nparameters: {size: [1, 2]}\n")
+    command = [sys.executable, "scripts/run_grid.py", str(grid), "--output", str(tmp_path / "out")]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    run = subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes)
+    wait_for((tmp_path / "at2").exists)
+    os.killpg(run.pid, signal.SIGINT)
+    out, err = run.communicate(timeout=15)
+    assert run.returncode == 130 and "1 of 2 points done, 0 of them failed" in out, err
+    assert [row["size"] for row in rows_of(grid)] == ["1"]
+    assert len(list((tmp_path / "out/points").glob("*.json"))) == 1
 
 
 def test_a_refused_grid_leaves_nothing_behind(tmp_path):
