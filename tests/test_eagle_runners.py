@@ -27,6 +27,15 @@ RUNNERS = {
 both_runners = pytest.mark.parametrize("table", RUNNERS)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """The models are too small to share: a second thread mostly waits."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def make(table: str, config: EagleConfig = TINY, strategy="grouped_foreach_dma", model=None, **batch):
     runner, batch_type = RUNNERS[table]
     return runner(config, strategy, model=model), batch_type.random(config, **{"batch_size": 3, **batch})
@@ -125,13 +134,13 @@ def test_buffers_hold_the_batch_and_the_padding(table, layout, strategy):
         for t in runner.buffers.tensors.values():
             t.fill_(77)
         runner.copy_inputs(batch)
-        padded = bs not in config.capture_batch_sizes
+        captured = runner.padded_batch_size(bs)
         for f in config.table(table):
-            buffer, source = runner.buffers.tensors[f.name], getattr(batch, f.name)
+            source, buffer = getattr(batch, f.name), runner.buffers.rows(f, captured)
             rows = len(source)
             assert torch.equal(buffer[:rows], source.to(buffer.dtype)), f.name
-            rest = config.pad_value(f) if padded and f.pad is not None else 77
-            assert (buffer[rows:] == rest).all(), f.name
+            if f.pad is not None and not f.large:  # no real row depends on a large field's padding
+                assert (buffer[rows:] == config.pad_value(f)).all(), f.name
 
 
 @both_runners

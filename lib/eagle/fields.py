@@ -7,8 +7,8 @@ large) is read from a table row; nothing about a field is written down twice.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -151,14 +151,18 @@ class EagleConfig:
 
     def shape(self, field: Field, batch_size: int) -> tuple[int, ...]:
         """Shape of a field's rows for `batch_size` requests."""
-        rows = batch_size * math.prod(self._size(n) for n in field.rows)
-        return (rows, *(self._size(n) for n in field.columns))
+        sizes, rows = self.sizes, batch_size
+        for name in field.rows:
+            rows *= sizes[name]
+        return (rows, *[sizes[name] for name in field.columns])
 
     def pad_value(self, field: Field) -> int:
-        return self._size(field.pad) if isinstance(field.pad, str) else field.pad
+        return self.sizes[field.pad] if isinstance(field.pad, str) else field.pad
 
-    def _size(self, name: str) -> int:
-        return {"k": self.topk, "s": self.num_steps, "w": self.num_draft_tokens, "H": self.hidden_size}[name]
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """What the names in a field's rows and columns stand for."""
+        return {"k": self.topk, "s": self.num_steps, "w": self.num_draft_tokens, "H": self.hidden_size}
 
 
 _WIDE = {"capture_batch_sizes": (1, 2, 4, 8, 16, 32, 64), "max_context_len": 2048}
