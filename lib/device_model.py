@@ -207,7 +207,8 @@ def fit_profile(
 
     call_end = device["call_start_us"] + device["call_us"]
     latency = (device["start_us"] - device["call_start_us"])[call_end > device["ready_us"]]
-    fit("launch_latency_us", latency[latency >= 0], "work on a stream that was idle when its call returned")
+    latency = latency[latency >= 0]  # lower quartile: waiting for another stream only adds to it
+    fit("launch_latency_us", latency, "25th percentile on idle streams", percentiles=(25, 5, 50))
     waiting = device[call_end < device["ready_us"]]
     waiting = waiting[waiting["after_copy"]] if waiting["after_copy"].sum() >= 10 else waiting
     gap = (waiting["start_us"] - waiting["ready_us"]).clip(lower=0)
@@ -370,9 +371,10 @@ def what_if_grouped(bursts: pd.DataFrame, profile: DeviceProfile, groups: int = 
     number of dtype pairs is assumed), larger ones stay memcpys, foreach kernels stay. A copy kernel, whose
     size no trace tells, counts as small, and as a pair that the fused kernel can take.
 
-    Of a host-bound burst the operators around the copies are replaced and the rest of the host's time between
-    them stays; that this goes, too, is the fast end of the range. Of a queued burst the host is ahead and
-    only device time changes, in proportion to the model's; so is it counted where the regime is unknown.
+    A burst ends with the later of two. The host: its operators around the copies (runtime calls, where no
+    operator was recorded) are replaced, the rest of its time between them stays; that this goes, too, is the
+    fast end of the range. The device, which starts where it does today. Where the regime is unknown, only
+    the device counts.
 
     Returns:
         one row a burst: n_copies, regime, launches (afterwards), span_us, grouped_us, saved_us, and the
@@ -381,25 +383,31 @@ def what_if_grouped(bursts: pd.DataFrame, profile: DeviceProfile, groups: int = 
     """
     if groups < 1:
         raise ValueError(f"groups: expected at least 1, got {groups}")
-    errors, ends, rows = profile.error or {}, (profile.at("fast"), profile, profile.at("slow")), []
+    errors, rows = profile.error or {}, []
+    ends = ((profile, 0), (profile.at("fast"), -1), (profile.at("slow"), 1))  # and the sign of the error
     for burst in bursts.itertuples():
         small = [0 if size != size else int(size) for size in burst.sizes if not size >= DEFAULT_DMA_BYTES]
         copies = [Launch("memcpy", 1, size, "small") for size in small]
         large = [Launch("memcpy", 1, int(size), "large") for size in burst.sizes if size >= DEFAULT_DMA_BYTES]
         grouped = _grouped(small, groups)
-        if burst.regime == "host-bound":
-            stays = [0.0, *2 * [max(burst.host_span_us - burst.op_us, 0.0)]]  # not modelled
-            modelled = [_host_bound_us(grouped + large, p) for p in ends]
-        else:
-            today = _queued_us(copies + large, profile)
-            scale = (burst.span_us - burst.fused_us) / today if today else 0.0
-            stays = 3 * [scale * _queued_us(large, profile)]
-            modelled = [scale * _queued_us(grouped, p) for p in ends]
-        fast, middle, slow = (a + b + burst.fused_us for a, b in zip(stays, modelled))
-        margin = errors.get(burst.regime, max(errors.values(), default=0.0)) * modelled[1]
-        after = np.array([middle, max(min(fast, middle) - margin, 0.0), max(middle, slow) + margin])
-        launches = len(grouped) + len(large) + burst.n_fused
-        rows.append((burst.n_copies, burst.regime, launches, burst.span_us, *after, *burst.span_us - after))
+        ends_large = len(burst.sizes) and burst.sizes[-1] >= DEFAULT_DMA_BYTES
+        launches = grouped + large if ends_large else large + grouped
+        # On the device: in proportion to the model's time for today's copies, where those filled the span.
+        today = _queued_us(copies + large, profile)
+        scale = (burst.span_us - burst.fused_us) / today if today and burst.regime != "host-bound" else 1.0
+        stays = burst.fused_us + scale * _queued_us(large, profile)
+        error = errors.get(burst.regime, max(errors.values(), default=0.0))
+        # On the host: what it does between the copies today, of which the model has a part, too.
+        others = burst.host_span_us - max(burst.op_us, burst.host_us)
+        others = max(others - profile["host_between_us"] * (len(launches) - 1), 0.0)
+        after = []
+        for p, sign in ends:
+            device = stays + scale * _queued_us(grouped, p) * (1 + sign * error)
+            host = _host_us(launches, p) * (1 + sign * error) - burst.lead_us + (sign >= 0) * others
+            after.append(device if burst.regime == "unknown" else max(device, host))
+        after = np.array([after[0], min(after), max(after)])
+        n_launches = len(launches) + burst.n_fused
+        rows.append((burst.n_copies, burst.regime, n_launches, burst.span_us, *after, *burst.span_us - after))
     columns = ["n_copies", "regime", "launches", "span_us", "grouped_us", "grouped_low_us", "grouped_high_us",
                "saved_us", "saved_high_us", "saved_low_us"]  # fmt: skip
     table = pd.DataFrame(rows, columns=columns, index=bursts.index)
@@ -425,10 +433,10 @@ def _queued_us(launches: Sequence[Launch], profile: DeviceProfile) -> float:
     return sum(_work_us(launch, profile) + profile["gap_us"] for launch in launches)
 
 
-def _host_bound_us(launches: Sequence[Launch], profile: DeviceProfile) -> float:
-    """From where the first copy_ would start its work on the device to the end of the last launch's work."""
+def _host_us(launches: Sequence[Launch], profile: DeviceProfile) -> float:
+    """From the start of the first host call to the end of the last work, where the device never holds it up."""
     if not launches:
         return 0.0
     played = simulate(launches, profile)
-    lead = max(profile["host_copy_us"] - profile["host_memcpy_us"], 0.0) + profile["launch_latency_us"]
-    return max(float((played["start_us"] + played["dur_us"]).max()) - lead, 0.0)
+    last_call = float(played["start_us"][played["kind"] == "runtime"].max())
+    return last_call + profile["launch_latency_us"] + _work_us(launches[-1], profile)

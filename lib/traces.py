@@ -236,8 +236,9 @@ def find_copy_bursts(
         stream, track, n_copies, bytes (of the copies whose size is known), start_us, span_us (first start to
         last end), busy_us (in which the stream copied), idle_share (1 - busy / span), host_us (summed runtime
         calls), host_span_us (start of the first call to the end of the last), op_us (summed operators around
-        them), n_fused and fused_us (foreach kernels, which are grouped already), call and op (the most
-        frequent), regime, sizes (float array: bytes of the copies that are no foreach kernel).
+        them), lead_us (start of the first operator, or else call, to the start of the first copy), n_fused
+        and fused_us (foreach kernels, which are grouped already), call and op (the most frequent), regime,
+        sizes (float array, in order: bytes of the copies that are no foreach kernel).
         regime is "host-bound" where most of the idle time came before copies whose call had not returned when
         the stream ran dry, else "queued"; "unknown" where half of the calls or more were not recorded.
     """
@@ -264,6 +265,8 @@ def find_copy_bursts(
         n_fused=("fused", "sum"), fused_us=("fused_us", "sum"),
     )  # fmt: skip
     bursts["span_us"] -= bursts["start_us"]
+    asked = copies["op_start_us"].fillna(copies["call_start_us"]).groupby(burst).min()
+    bursts["lead_us"] = bursts["start_us"] - asked
     bursts["host_span_us"] -= rows["call_start_us"].min()
     bursts["idle_share"] = 1 - bursts["busy_us"] / bursts["span_us"].replace(0, np.nan)
     for column in ("call", "op"):
