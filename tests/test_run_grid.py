@@ -59,12 +59,11 @@ def test_every_point_is_a_row_and_a_rerun_does_only_the_missing(tmp_path):
     assert (tmp_path / "out" / one["executed"]).exists()
 
     write_grid(tmp_path, "notebook: point.ipynb\nparameters: {size: [1, 3, 2], quick: [true]}\n")
-    done = run_grid(grid)
-    assert [row["size"] for row in rows_of(grid)] == ["1", "3", "2"], done.stderr
-    assert sorted((tmp_path / "log").read_text().split()) == ["1", "2", "3"]
-
     done = run_grid(grid, "--retry-failed")
-    assert sorted((tmp_path / "log").read_text().split()) == ["1", "2", "3", "3"], done.stderr
+    assert [row["size"] for row in rows_of(grid)] == ["1", "3", "2"], done.stderr
+    again = run_grid(grid)  # now no row is missing
+    assert again.returncode == 1 and again.stdout == done.stdout
+    assert sorted((tmp_path / "log").read_text().split()) == ["1", "2", "3", "3"]
 
 
 @pytest.mark.parametrize(
