@@ -1,0 +1,220 @@
+"""Read what `lib.record` measured on one GPU: tables, traces and a device profile, each with its evidence.
+
+A recording is a folder: meta.json, one `.jsonl` a table (one JSON object a line, times in us), traces/ and
+profile.json. It is valid from the moment its meta.json is there, however early the run was cut short.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+
+from lib.device_model import DeviceProfile
+from lib.evidence import label
+from lib.routes import Launch
+from lib.strategies import DEFAULT_DMA_BYTES, RoutedCopy, with_dma_bytes
+from lib.timing import Timing
+from lib.traces import DEVICE_KINDS, HOST_KINDS, load_trace
+
+RECORDINGS = Path(__file__).resolve().parent.parent / "data" / "recordings"
+FORMAT = 1
+
+# predicted and counted: launches by kind, {"memcpy": 7}.
+# Runs, a row a strategy. host_us, gpu_us: samples. saved_us: quartiles of per_copy's GPU time less this,
+# round by round. equal: whether the bits are per_copy's; of the buffers in steps, null where graphs read
+# elsewhere; of the outputs in replays.
+RUNS = ("preset", "hidden_size", "layout", "batch_size", "padded", "strategy", "host_us", "gpu_us",
+        "saved_us", "predicted", "counted", "equal", "eager_error")  # fmt: skip
+TABLES = {
+    "steps": RUNS,  # copy_inputs of both runners
+    "replays": RUNS,  # replay of both runners; eager_error: largest difference from eager ones
+    # A row a way of copying n tensors of `bytes` bytes. host_us, gpu_us and device_us, the sum of its work on
+    # the device: quartiles. op_us: the sum of its operators. Ways are those of WAYS, and for one tensor
+    # "in_group" and "beside_group": in a foreach call with 8 small ones, or by a memcpy after that call.
+    "crossover": ("dtype", "n", "bytes", "way", "host_us", "gpu_us", "device_us", "op_us", "predicted",
+                  "counted"),
+}  # fmt: skip
+WAYS = {
+    "memcpy": "driver memcpy",
+    "foreach": "fused foreach kernel",
+    "elementwise": "elementwise copy kernel",
+}
+
+
+@dataclass(frozen=True)
+class Recording:
+    """One recording, whole or cut short; `missing` says what it lacks.
+
+    meta: device, driver, torch, date and more, as `lib.record` wrote them.
+    tables: each of TABLES, without rows where nothing was recorded.
+    """
+
+    path: Path
+    meta: dict
+    tables: dict[str, pd.DataFrame]
+
+    @property
+    def evidence(self) -> str:
+        """ "recorded", or "modelled" for one that a stand-in for a GPU made."""
+        return self.meta["evidence"]
+
+    def label(self) -> str:
+        """What every figure and table of it has to say."""
+        return label(self.evidence, self.meta["device"], self.meta["torch"], self.meta["date"])
+
+    @property
+    def missing(self) -> list[str]:
+        """What a full recording has and this one lacks, one sentence each; empty for a full one."""
+        lacks = [f"{what}: not reached" for what in self.meta["planned"] if what not in self.meta["reached"]]
+        lacks += [f"{what}: cut short" for what in self.meta["reached"] if what not in self.meta["done"]]
+        return lacks + [f"{what}: {why}" for what, why in self.meta["skipped"]]
+
+    @property
+    def profile(self) -> DeviceProfile | None:
+        path = self.path / "profile.json"
+        return DeviceProfile.load(path) if path.is_file() else None
+
+    def traces(self) -> list[str]:
+        """Names of its traces: strategies, and "calibration", from which the profile was fitted."""
+        return sorted(path.name.removesuffix(".json.gz") for path in self.path.glob("traces/*.json.gz"))
+
+    def trace(self, name: str) -> pd.DataFrame:
+        """A trace as of `traces.load_trace`. Raises FileNotFoundError where there is none of that name."""
+        table = load_trace(self.path / "traces" / f"{name}.json.gz")
+        table.attrs |= {"evidence": self.evidence, "device": self.meta["device"], "label": self.label()}
+        return table
+
+    def lanes(self, strategy: str) -> dict[str, pd.DataFrame]:
+        """The shortest step of a strategy's trace for `plots.timeline`: a host lane, a lane a stream."""
+        table = self.trace(strategy)
+        steps = table[table.kind == "annotation"].sort_values("start_us")
+        start = steps.start_us[steps.dur_us.idxmin()]
+        stop = steps.start_us[steps.start_us > start].min()  # NaN after the last one
+        table = table[(table.start_us >= start) & ~(table.start_us >= stop)]
+        table = table.assign(start_us=table.start_us - start)
+        host = table[table.kind.isin(HOST_KINDS) & (table.kind != "annotation")]
+        work = table[table.kind.isin(DEVICE_KINDS)]
+        on = f"{self.evidence} {self.meta['device']}"
+        lanes = {f"host · {on}": host}
+        return lanes | {f"{track} · {on}": each for track, each in work.groupby("track", observed=True)}
+
+    def where(self, table: str, **values: object) -> pd.DataFrame:
+        """The rows of a table that have these values, e.g. where("steps", batch_size=8)."""
+        rows = self.tables[table]
+        for column, value in values.items():
+            rows = rows[rows[column] == value]
+        return rows
+
+    def timings(self, table: str = "steps", **values: object) -> dict[str, Timing]:
+        """Samples by strategy, for `plots.timings`, of one case of "steps" or "replays"."""
+        rows = self.where(table, **values)
+        return {r.strategy: Timing(r.strategy, tuple(r.host_us), tuple(r.gpu_us)) for r in rows.itertuples()}
+
+    def launches(self, **values: object) -> dict[str, list[Launch]]:
+        """Launches by strategy that the profiler counted in a case of "steps", for `plots.launch_counts`."""
+        return {
+            row.strategy: [Launch(k, 1, 0, "counted") for k, n in row.counted.items() for _ in range(n)]
+            for row in self.where("steps", **values).itertuples()
+        }
+
+    def crossover_lines(self, n: int = 1, dtype: str = "int16", column: str = "device_us") -> dict:
+        """Bytes of each of n tensors, and median us of moving them, by way, for `plots.curves`."""
+        rows = self.where("crossover", n=n, dtype=dtype)
+        lines = {name: rows[rows["way"] == way].sort_values("bytes") for way, name in WAYS.items()}
+        return {
+            name: (line["bytes"].tolist(), line[column].str[1].tolist())
+            for name, line in lines.items()
+            if len(line)
+        }
+
+    def dma_bytes(self) -> int | None:
+        """From this size on a memcpy of its own is at least as fast on the GPU as a place in the group.
+
+        That is, beside 8 small tensors, at this and every larger size recorded, and for every dtype recorded.
+        None where that was not recorded, or where the group won at the largest size.
+        """
+        rows = self.tables["crossover"]
+        crossings = []
+        rows = rows[rows["way"].isin(("in_group", "beside_group"))]
+        for _, of_dtype in rows.assign(us=rows["gpu_us"].str[1]).groupby("dtype"):
+            us = of_dtype.pivot_table(index="bytes", columns="way", values="us")
+            group_wins = us.index[us["beside_group"] > us["in_group"]].max()  # NaN where it never does
+            above = us.index[~(us.index <= group_wins)]
+            if above.empty:
+                return None
+            crossings.append(int(above.min()))
+        return max(crossings, default=None)
+
+
+def load(recording: str | Path) -> Recording:
+    """A recording of data/recordings/ by name, or any by path.
+
+    Raises:
+        ValueError: no recording there, of another format, or one whose parts contradict its evidence.
+    """
+    path = Path(recording)
+    path = RECORDINGS / path if not path.is_dir() and (RECORDINGS / path).is_dir() else path
+    try:
+        meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
+        if meta["format"] != FORMAT or meta["evidence"] not in ("recorded", "modelled"):
+            raise ValueError(f"format {meta['format']}, evidence {meta['evidence']}")
+        tables = {name: _table(path / f"{name}.jsonl", columns) for name, columns in TABLES.items()}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: not a recording of format {FORMAT}: {error!r}") from error
+    for name, table in tables.items():
+        if wrong := set(table["evidence"]) - {meta["evidence"]}:
+            raise ValueError(f"{path}: meta.json says {meta['evidence']}, {name}.jsonl says {sorted(wrong)}")
+    return Recording(path, meta, tables)
+
+
+def _table(path: Path, columns: tuple[str, ...]) -> pd.DataFrame:
+    """The rows of a table; the last line of a run that was killed may be cut short, and is left out."""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    rows = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    return pd.DataFrame(rows, columns=["evidence", *columns])
+
+
+def find(device: str | None = None, modelled: bool = False, folder: Path | None = None) -> list[Recording]:
+    """The recordings of a folder, data/recordings/ by default, newest first.
+
+    device: only those of the device of this name. modelled: those, too, that a stand-in made. A recording
+    that cannot be read is left out with a warning.
+    """
+    found = []
+    for meta in (folder or RECORDINGS).glob("*/meta.json"):
+        try:
+            found.append(load(meta.parent))
+        except ValueError as error:
+            warnings.warn(str(error), stacklevel=2)
+    found = [r for r in found if modelled or r.evidence == "recorded"]
+    found = [r for r in found if device in (None, r.meta["device"])]
+    return sorted(found, key=lambda r: (r.meta["date"], r.path.name), reverse=True)
+
+
+def choose(recording: str | Path = "auto", device: str | None = None) -> Recording | None:
+    """The recording that a notebook shows, for its parameter `recording`.
+
+    "auto" is the newest one of `device` if there is one, else the newest one; "none" is none; anything else
+    is a name or a path as for `load`, whose ValueError it raises.
+    """
+    if recording == "none":
+        return None
+    if recording != "auto":
+        return load(recording)
+    every = find()
+    return next((r for r in every if r.meta["device"] == device), every[0] if every else None)
+
+
+def dma_bytes(device: str) -> int:
+    """`dma_bytes` for a device by name: the newest crossover recorded on it, else DEFAULT_DMA_BYTES."""
+    recorded = (r.dma_bytes() for r in find(device))
+    return next((size for size in recorded if size is not None), DEFAULT_DMA_BYTES)
+
+
+def grouped_foreach_dma(device: str) -> RoutedCopy:
+    """The strategy of that name with the size that was recorded on this device; the default elsewhere."""
+    return with_dma_bytes(dma_bytes(device))
