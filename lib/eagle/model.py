@@ -165,18 +165,16 @@ class DraftModel:
         stride = c.max_context_len + c.topk * c.num_steps
         if (needed := 1 + stride * c.max_batch_size) > c.kv_slots:
             raise ValueError(f"kv_slots: expected at least {needed} for a random model, got {c.kv_slots}")
-        with torch.device(device):
-            embed = nn.Embedding(
-                c.vocab_size, c.hidden_size, _weight=torch.empty(c.vocab_size, c.hidden_size)
-            )
-            lm_head = nn.utils.skip_init(nn.Linear, c.hidden_size, c.vocab_size, bias=False)
-            head = EagleHead(c, embed, lm_head).to(c.dtype)
-        embed.to(c.dtype)
-        lm_head.to(c.dtype)
-        for p in (*embed.parameters(), *lm_head.parameters(), *head.parameters()):
-            if p.dim() == 2:
-                nn.init.normal_(p, std=p.shape[1] ** -0.5, generator=g)
-            p.requires_grad_(False)
+        with torch.device("meta"):
+            embed = nn.Embedding(c.vocab_size, c.hidden_size)
+            lm_head = nn.Linear(c.hidden_size, c.vocab_size, bias=False)
+            head = EagleHead(c, embed, lm_head)
+        for module in (embed, lm_head, head):
+            for p in module.to(c.dtype).to_empty(device=device).requires_grad_(False).parameters():
+                if p.dim() == 2:
+                    p.normal_(std=p.shape[1] ** -0.5, generator=g)
+                else:
+                    p.fill_(1)  # norms
         kv = KVPool(c, layers=1, device=device)
         kv.k[:, 1:].normal_(generator=g)
         kv.v[:, 1:].normal_(generator=g)
@@ -217,9 +215,7 @@ def draft_forward(
     # Level 1: one lane for each candidate that draft-extend left.
     tokens, scores = inputs["topk_index"], inputs["topk_p"]
     hidden = inputs["hidden_states"][:, None].expand(-1, k, -1)
-    ancestors = lanes.expand(bs, k)[
-        ..., None
-    ]  # (bs, lanes, levels so far): the lane of each ancestor, itself last
+    ancestors = lanes.expand(bs, k)[..., None]  # (bs, lanes, levels): the lane of each ancestor, itself last
     score_list, token_list = [scores], [tokens]
     parent_list = [torch.arange(-1, k, device=device).expand(bs, -1)]
     for level in range(c.num_steps - 1):
