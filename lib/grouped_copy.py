@@ -111,7 +111,7 @@ def group_pairs(dsts: Sequence[Tensor], srcs: Sequence[Tensor]) -> tuple[list[li
         fusable = dst_dtype in FUSED_DTYPES and src_dtype in FUSED_DTYPES
         if not fusable:
             fusable = dst_dtype == src_dtype and dst_dtype in SAME_WIDTH_INT
-        if fusable and _foreach_copy_ is not None and same_dense_layout(dst, src) and not _lazy(dst, src):
+        if fusable and _foreach_copy_ is not None and same_dense_layout(dst, src) and not is_lazy(dst, src):
             groups.setdefault((dst.device, dst_dtype, src_dtype), []).append(i)
         else:
             singles.append(i)
@@ -141,7 +141,7 @@ def split_large(
     return kept, sorted(singles)
 
 
-def _lazy(dst: Tensor, src: Tensor) -> bool:
+def is_lazy(dst: Tensor, src: Tensor) -> bool:
     """Whether a conj or neg bit is set, which integers never carry."""
     return (dst.dtype not in _INTEGERS and (dst.is_conj() or dst.is_neg())) or (
         src.dtype not in _INTEGERS and (src.is_conj() or src.is_neg())
@@ -310,6 +310,8 @@ class CopyPlan:
         ValueError: for destinations and constants, as `check_pairs`.
     """
 
+    _one_call_on_cpu = True
+
     def __init__(
         self,
         dsts: Sequence[Tensor],
@@ -326,7 +328,7 @@ class CopyPlan:
         self._names = [*names, *(f"constant {i}" for i in range(len(constants)))]
         self._dsts = [dst.detach() for dst in (*dsts, *(dst for dst, _ in constants))]
         self._constants = [src for _, src in constants]
-        self._on_cpu = all(dst.is_cpu for dst in self._dsts)
+        self._on_cpu = self._one_call_on_cpu and all(dst.is_cpu for dst in self._dsts)
         self._dma_bytes = dma_bytes
         # A pair with equal sides is let through, so this finds what is wrong with the destinations.
         check_pairs([*dsts, *(dst for dst, _ in constants)], [*dsts, *self._constants], self._names)
@@ -373,9 +375,9 @@ class CopyPlan:
             srcs = [*srcs, *self._constants]
         if torch.is_grad_enabled():
             with torch.no_grad():
-                _run(calls, srcs)
+                self._run(calls, srcs)
         else:
-            _run(calls, srcs)
+            self._run(calls, srcs)
 
     def check(self, srcs: Sequence[Tensor]) -> None:
         """Raise the ValueError that calling the plan with these sources would raise, if any."""
@@ -435,7 +437,7 @@ class CopyPlan:
         """(destinations, which sources, the integer type to see both as) for each call to make."""
         groups, singles = self._groups(srcs)
         if self._on_cpu and _foreach_copy_ is not None:
-            singles = [i for i, (dst, src) in enumerate(zip(self._dsts, srcs)) if _lazy(dst, src)]
+            singles = [i for i, (dst, src) in enumerate(zip(self._dsts, srcs)) if is_lazy(dst, src)]
             groups = [[i for i in range(len(srcs)) if i not in singles]]
         calls = []
         for group in (*groups, *([i] for i in singles)):
@@ -448,16 +450,15 @@ class CopyPlan:
                 calls.append((views, None if len(group) == len(srcs) else group, dtype))
         return calls
 
-
-def _run(calls: list[tuple], srcs: Sequence[Tensor]) -> None:
-    for dsts, pick, dtype in calls:
-        picked = srcs if pick is None else [srcs[i] for i in pick]
-        if dtype is not None:
-            picked = [src.view(dtype) for src in picked]
-        if len(dsts) > 1:
-            _foreach_copy_(dsts, picked)
-        else:
-            dsts[0].copy_(picked[0])
+    def _run(self, calls: list[tuple], srcs: Sequence[Tensor]) -> None:
+        for dsts, pick, dtype in calls:
+            picked = srcs if pick is None else [srcs[i] for i in pick]
+            if dtype is not None:
+                picked = [src.view(dtype) for src in picked]
+            if len(dsts) > 1:
+                _foreach_copy_(dsts, picked)
+            else:
+                dsts[0].copy_(picked[0])
 
 
 def _keep_clear(dsts: Sequence[Tensor], nbytes: int) -> list[int]:

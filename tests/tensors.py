@@ -194,12 +194,13 @@ def assert_copies_or_refuses(
     copy: Callable[[list[Tensor], list[Tensor]], None],
     dsts: list[Tensor],
     srcs: list[Tensor],
-    refuses: type[Exception] | tuple[type[Exception], ...] | None = None,
+    refuses: type[Exception] | None = None,
+    settle: Callable[[], None] = lambda: None,
 ) -> None:
     """`copy(dsts, srcs)` leaves in memory what a loop of `copy_` does, bit by bit, gaps included.
 
     Where the pairs must be refused it raises ValueError, where `refuses` is given that error, and then leaves
-    every byte as it was. Memory is as before afterwards.
+    every byte as it was. Memory is as before afterwards. `settle` evens out what may differ.
     """
     memory = storages([*dsts, *srcs])
     before = snapshot(memory)
@@ -213,8 +214,10 @@ def assert_copies_or_refuses(
         raise AssertionError(f"expected {refuses}, nothing was raised")
     for dst, src in zip(dsts, srcs):
         dst.copy_(src)
+    settle()
     expected = snapshot(memory)
     restore(memory, before)
     copy(dsts, srcs)
+    settle()
     assert same(memory, expected), "differs from a loop of copy_"
     restore(memory, before)

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Casting complex values", "ignore
 class AsOnCuda(CopyPlan):
     """A plan whose CPU tensors go the way of a GPU's: groups by dtype pair, singles, integer views."""
 
-    _on_cpu = property(lambda self: False, lambda self, value: None)
+    _one_call_on_cpu = False
 
 
 def planned(plan: type[CopyPlan], constants: int = 0):

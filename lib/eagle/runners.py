@@ -7,6 +7,8 @@ them is their field table and the forward pass they capture.
 from __future__ import annotations
 
 from bisect import bisect_left
+from dataclasses import replace
+from functools import cached_property
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -15,8 +17,9 @@ from torch import Tensor
 from lib.eagle.fields import Batch, EagleConfig, Field
 from lib.eagle.graph import CudaGraph, EagerGraph, GraphBackend
 from lib.eagle.model import DraftExtendOutput, DraftModel, DraftOutput, draft_extend_forward, draft_forward
+from lib.grouped_copy import CopyPlan
 from lib.routes import Launch, copy_launch, fill_launch
-from lib.strategies import STRATEGIES, Strategy
+from lib.strategies import BEYOND, STRATEGIES, FixedPlan, Strategy
 
 
 class InputBuffers:
@@ -24,6 +27,7 @@ class InputBuffers:
 
     def __init__(self, config: EagleConfig, fields: tuple[Field, ...], device: torch.device) -> None:
         self.config, self.fields, self.device = config, fields, device
+        self.device_fields = [f for f in fields if not f.host]
         self.tensors = {f.name: self._allocate(f) for f in fields}
 
     def _allocate(self, field: Field) -> Tensor:
@@ -89,6 +93,29 @@ class InputBuffers:
             [f.name for f in chosen],
         )
 
+    @cached_property
+    def pad_rows(self) -> dict[str, Tensor]:
+        """Rows of padding to copy from, made once, in the dtype of the field's sources to share their group.
+
+        Large fields need none: no real row depends on padding.
+        """
+        return {
+            f.name: torch.full_like(self.tensors[f.name], self.config.pad_value(f), dtype=f.source_dtype)
+            for f in self.fields
+            if f.pad is not None and not f.host and not f.large
+        }
+
+    def pads(self, batch: Batch, captured: int) -> list[tuple[Tensor, Tensor]]:
+        """(dst, src) of the rows of padding, and of missing optional fields that need their value."""
+        found = []
+        for f in self.fields:
+            missing, padded = getattr(batch, f.name) is None, captured > batch.batch_size
+            if f.name in self.pad_rows and (padded or (missing and f.fill_if_missing)):
+                rows = slice(0 if missing else self.config.shape(f, batch.batch_size)[0], None)
+                dst = self.rows(f, captured)[rows]
+                found.append((dst, self.pad_rows[f.name][: len(dst)]))
+        return found
+
     def copy_host_fields(self, batch: Batch, padded: bool) -> None:
         for f in self.fields:
             if f.host:
@@ -102,7 +129,8 @@ class GraphRunner:
 
     Args:
         config: sizes, capture batch sizes and layout.
-        strategy: a name in `STRATEGIES` or a strategy object.
+        strategy: a name in `STRATEGIES` or `BEYOND`, or a strategy object. Those that write from fixed
+            addresses take batches from `place` only.
         device: where buffers, model and graphs live.
         model: head, KV pool and request table. None builds one with seeded random weights at the first
             capture, so that buffers, copies and launch counts of a large preset need no gigabytes.
@@ -118,10 +146,16 @@ class GraphRunner:
         model: DraftModel | None = None,
     ) -> None:
         self.config, self.model = config, model
-        self.strategy = STRATEGIES[strategy] if isinstance(strategy, str) else strategy
+        self.strategy = (STRATEGIES | BEYOND)[strategy] if isinstance(strategy, str) else strategy
         self.device = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0", as on tensors
         self.buffers = InputBuffers(config, config.table(self.table), self.device)
         self.graphs: dict[int, CudaGraph | EagerGraph] = {}
+        self.fixed = getattr(self.strategy, "fixed_addresses", False)
+        self.plans: dict[tuple, CopyPlan] = {}  # by batch size and the fields that come
+        self.fixed_plans: dict[int, FixedPlan] = {}  # by captured batch size
+        # The padding of the plan that ran last is clean: only its own rows were written since. Another plan
+        # and a graph for another size share the buffers; whoever else writes to them sets this to None.
+        self.last_plan: CopyPlan | FixedPlan | None = None
 
     def forward(self, inputs: dict[str, Tensor]) -> NamedTuple:
         raise NotImplementedError
@@ -131,8 +165,70 @@ class GraphRunner:
         self.model = self.model or DraftModel.random(self.config, self.device)
         backend = GraphBackend(self.device)
         for bs in reversed(self.config.capture_batch_sizes):
-            inputs = self.buffers.inputs(bs)
-            self.graphs[bs] = backend.capture(lambda inputs=inputs: self.forward(inputs))
+            inputs, record = self.buffers.inputs(bs), None
+            if self.fixed:
+                plan = self._fixed_plan(bs)
+                inputs |= zip((f.name for f in self.buffers.device_fields), plan.dsts)
+                record = plan.record
+
+            def compute(inputs=inputs, record=record) -> NamedTuple:
+                if record is not None:
+                    record()
+                return self.forward(inputs)
+
+            self.graphs[bs] = backend.capture(compute)
+
+    def place(self, batch: Batch) -> Batch:
+        """Play the producer: the batch, written to where the strategy wants it, padding included.
+
+        Of a strategy that takes sources anywhere, the batch itself. Else valid until the next call. Raises
+        ValueError as `copy_inputs` does, and where the strategy cannot convert what the layout converts.
+        """
+        self.buffers.check(batch)
+        if not self.fixed:
+            return batch
+        placed = {}
+        outputs = self._fixed_plan(self.padded_batch_size(batch.batch_size)).outputs
+        for f, output in zip(self.buffers.device_fields, outputs):
+            source = getattr(batch, f.name)
+            rows = 0 if source is None else len(source)
+            if f.pad is not None:
+                output[rows:].fill_(self.config.pad_value(f))
+            if source is not None:
+                placed[f.name] = output[:rows].copy_(source)
+        return replace(batch, **placed)
+
+    def _fixed_plan(self, captured: int) -> FixedPlan:
+        if captured not in self.fixed_plans:
+            c, fields = self.config, self.buffers.device_fields
+            dsts = [self.buffers.rows(f, captured) for f in fields]
+            if hasattr(self.strategy, "allocate"):
+                shapes, dtypes = [dst.shape for dst in dsts], [dst.dtype for dst in dsts]
+                dsts = self.strategy.allocate(shapes, dtypes, self.device)
+            src_dtypes = [f.source_dtype or f.dtype or c.dtype for f in fields]
+            plan = self.strategy.plan(dsts, src_dtypes, [f.name for f in fields])
+            for f, *tensors in zip(fields, plan.dsts, plan.outputs):
+                for t in tensors:  # as the buffers are from the start: a graph is captured on valid inputs
+                    if t.data_ptr() != self.buffers.tensors[f.name].data_ptr():
+                        t.fill_(0 if f.pad is None else c.pad_value(f))
+            self.fixed_plans[captured] = plan
+        return self.fixed_plans[captured]
+
+    def _plan(self, batch: Batch) -> tuple[CopyPlan | FixedPlan, list[Tensor]]:
+        """The plan that serves a batch, made for the first of its kind, and the batch's tensors in order."""
+        captured = self.padded_batch_size(batch.batch_size)
+        if self.fixed:
+            plan = self._fixed_plan(captured)
+            srcs = [getattr(batch, f.name) for f in self.buffers.device_fields]
+            return plan, [output if src is None else src for src, output in zip(srcs, plan.outputs)]
+        fields = [(f.name, getattr(batch, f.name)) for f in self.buffers.device_fields]
+        srcs = [t for _, t in fields if t is not None]
+        key = (batch.batch_size, *(name for name, t in fields if t is not None))
+        if key not in self.plans:
+            dsts, _, names = self.buffers.pairs(batch)
+            pads = self.buffers.pads(batch, captured)
+            self.plans[key] = self.strategy.plan(dsts, [src.dtype for src in srcs], names, pads)
+        return self.plans[key], srcs
 
     def padded_batch_size(self, batch_size: int) -> int:
         """The smallest captured batch size that holds the batch."""
@@ -149,6 +245,12 @@ class GraphRunner:
         """
         self.buffers.check(batch)
         padded = self.padded_batch_size(batch.batch_size) > batch.batch_size
+        if hasattr(self.strategy, "plan"):
+            plan, srcs = self._plan(batch)
+            plan(srcs, constants=plan is not self.last_plan)
+            self.last_plan = plan
+            self.buffers.copy_host_fields(batch, padded)
+            return
         outside = self.strategy.large_outside
         for tensor, value in self.buffers.fills(batch, padded):
             tensor.fill_(value)
@@ -162,8 +264,13 @@ class GraphRunner:
         """Replay on what the buffers hold and cut the outputs to `batch_size` requests."""
         if not self.graphs:
             self.capture()
+        self.graphs[self.padded_batch_size(batch_size)].replay()
+        return self.outputs(batch_size)
+
+    def outputs(self, batch_size: int) -> NamedTuple:
+        """What the last replay of a batch of this size left, cut to its requests."""
         padded = self.padded_batch_size(batch_size)
-        outputs = self.graphs[padded].replay()
+        outputs = self.graphs[padded].outputs
         return type(outputs)(*(t[: t.shape[0] // padded * batch_size] for t in outputs))
 
     def replay(self, batch: Batch) -> NamedTuple:
@@ -175,8 +282,11 @@ class GraphRunner:
         return self.replay_graph(batch.batch_size)
 
     def launches(self, batch: Batch) -> list[Launch]:
-        """What CUDA would be asked to do by `copy_inputs`, the padding's fills included; on any device."""
+        """What CUDA would be asked to do by `copy_inputs`, the padding included; on any device."""
         self.buffers.check(batch)
+        if hasattr(self.strategy, "plan"):
+            plan, srcs = self._plan(batch)
+            return plan.launches(srcs)
         padded = self.padded_batch_size(batch.batch_size) > batch.batch_size
         outside = self.strategy.large_outside
         launches = [fill_launch(tensor) for tensor, _ in self.buffers.fills(batch, padded)]
