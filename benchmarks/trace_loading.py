@@ -1,11 +1,11 @@
 """How fast, and in how much memory, a Kineto trace becomes a table: lib.traces beside HolisticTraceAnalysis.
 
     python benchmarks/trace_loading.py ../shared/traces/v100_ddp_training.pt.trace.json.gz
-    python benchmarks/trace_loading.py TRACE --gigabytes 1      # memory on a large plain JSON file made from TRACE
+    python benchmarks/trace_loading.py TRACE --gigabytes 1    # memory, on plain JSON of that size made from TRACE
 
-HolisticTraceAnalysis comes from PyPI into a folder that is removed afterwards. Every sample is a process of its
-own, the two take turns. Timed are the calls, not the imports; memory is the growth of peak resident memory in
-the first call.
+HolisticTraceAnalysis comes from PyPI into a folder that is removed afterwards. Every sample is a process of
+its own, the two take turns. Timed are the calls, not the imports; memory is the growth of peak resident
+memory in the first call.
 """
 
 from __future__ import annotations
@@ -48,13 +48,14 @@ def sample(reader: str, trace: Path, packages: Path | None, calls: int = 3) -> d
     code = SAMPLE.format(imports=READERS[reader], calls=calls)
     result = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code, str(trace)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)}, stdout=subprocess.PIPE, text=True, check=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        stdout=subprocess.PIPE, text=True, check=True,
     )  # fmt: skip
     return json.loads(result.stdout.splitlines()[-1])
 
 
 def enlarge(trace: Path, gigabytes: float, to: Path) -> int:
-    """Write plain JSON of this size out of copies of a trace's events, each copy later by the trace's length."""
+    """Write plain JSON of this size: a trace's events again and again, each time later by its length."""
     with (gzip.open if trace.suffix == ".gz" else open)(trace, "rb") as file:
         document = json.load(file)
     events = [e for e in document.pop("traceEvents") if isinstance(e.get("ts"), int | float)]
@@ -86,8 +87,9 @@ def main() -> None:
             large = Path(folder) / "large.json"
             size = enlarge(options.trace, options.gigabytes, large) / 2**20
             result = sample("lib.traces.load_trace", large, None, calls=1)
-            print(f"{size:.0f} MiB of JSON: {result['first_s']:.1f} s, peak memory grew by "
-                  f"{result['growth_mib']:.0f} MiB, {result['growth_mib'] / size:.2f} times the file")  # fmt: skip
+            growth = result["growth_mib"]
+            print(f"{size:.0f} MiB of JSON: {result['first_s']:.1f} s, peak memory +{growth:.0f} MiB, "
+                  f"{growth / size:.2f} times the file")  # fmt: skip
             return
         install = [
             sys.executable,

@@ -434,7 +434,7 @@ def _queued_us(launches: Sequence[Launch], profile: DeviceProfile) -> float:
 
 
 def _host_us(launches: Sequence[Launch], profile: DeviceProfile) -> float:
-    """From the start of the first host call to the end of the last work, where the device never holds it up."""
+    """From the first host call to the end of the last work, where the device never holds it up, in us."""
     if not launches:
         return 0.0
     played = simulate(launches, profile)

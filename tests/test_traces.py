@@ -567,3 +567,20 @@ def test_graph_trace_joins_all_but_140_copies():
 def test_kinds_are_documented_once():
     assert set(DEVICE_KINDS) < set(KINDS)
     assert set(traces.CATEGORIES.values()) <= set(KINDS)
+
+
+@pytest.mark.notebook
+def test_notebook_07_finds_the_bursts_of_the_a100_training(tmp_path, monkeypatch):
+    path = shared("a100_ddp_training")
+    root = Path(__file__).resolve().parents[1]
+    monkeypatch.syspath_prepend(root / "scripts")
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    import execute_notebook
+
+    notebook = root / "notebooks" / "07_your_trace.ipynb"
+    parameters = {"trace_path": str(path), "perfetto_path": str(tmp_path / "again.json.gz"), "device": "cpu"}
+    record = execute_notebook.execute(notebook, tmp_path / notebook.name, parameters, False)
+    assert record["status"] == "ok", record["error"]
+    assert "six bursts of about 160 copies" in record["claims"]
+    assert len(record["figures"]) == 3
+    assert len(find_copy_bursts(load_trace(tmp_path / "again.json.gz"))) == 6
