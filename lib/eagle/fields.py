@@ -2,7 +2,9 @@
 
 The tables are those of SGLang's `EAGLEDraftCudaGraphRunner` and `EAGLEDraftExtendCudaGraphRunner` in mid June
 2026 (sglang pull request 28465). Every runner decision (buffer size, pad value, what is required, what is
-large) is read from a table row; nothing about a field is written down twice.
+large) is read from a table row; nothing about a field is written down twice. One departure: where the width
+of hidden_states differs (EAGLE-3), SGLang leaves out the copy and the rows of an earlier step stay; here that
+is an error.
 """
 
 from __future__ import annotations
