@@ -93,12 +93,17 @@ def show(fig: Figure, name: str, alt: str, evidence: str) -> None:
     """
     from IPython.display import display
 
+    write_evidence(fig, evidence)
+    display(fig, metadata={"image/png": {"name": name, "alt": alt, "evidence": evidence}})
+    plt.close(fig)
+
+
+def write_evidence(fig: Figure, evidence: str) -> None:
+    """The small line under a finished figure."""
     fig.draw_without_rendering()  # settles the layout, which then stays as it is
     fig.set_layout_engine("none")
     below = fig.get_tightbbox().y0 / fig.get_figheight() - 0.01
     fig.text(0.01, below, evidence, fontsize=8.5, color="#555555", va="top", ha="left")
-    display(fig, metadata={"image/png": {"name": name, "alt": alt, "evidence": evidence}})
-    plt.close(fig)
 
 
 def timeline(
