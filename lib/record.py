@@ -536,6 +536,8 @@ def record(device: GpuDevice, out: Path, minutes: float = 6.0, plan: Plan | None
             began = time.monotonic()
             try:
                 run(recorder, plan or Plan())
+            except torch.OutOfMemoryError as error:
+                recorder.skip(part, f"the rest, {_reason(error)}")
             except Exception as error:  # the other parts are worth having
                 traceback.print_exc()
                 recorder.problem(f"{part}: {_reason(error)}")

@@ -16,6 +16,7 @@ import pandas as pd
 from lib.device_model import DeviceProfile
 from lib.evidence import label
 from lib.routes import Launch
+from lib.step import HOST_COPIES
 from lib.strategies import DEFAULT_DMA_BYTES, RoutedCopy, with_dma_bytes
 from lib.timing import Timing
 from lib.traces import DEVICE_KINDS, HOST_KINDS, load_trace
@@ -97,8 +98,10 @@ class Recording:
         table = table[(table.start_us >= start) & ~(table.start_us >= stop)]
         table = table.assign(start_us=table.start_us - start)
         host = table[table.kind.isin(HOST_KINDS) & (table.kind != "annotation")]
+        host = host.assign(kind=host.name.map(HOST_COPIES).fillna(host.kind))
         work = table[table.kind.isin(DEVICE_KINDS)]
-        on = f"{self.evidence} {self.meta['device']}"
+        device = self.meta["device"]  # says modelled itself where it is
+        on = device if self.evidence == "modelled" else f"recorded {device}"
         lanes = {f"host · {on}": host}
         return lanes | {f"{track} · {on}": each for track, each in work.groupby("track", observed=True)}
 
@@ -207,6 +210,13 @@ def choose(recording: str | Path = "auto", device: str | None = None) -> Recordi
         return load(recording)
     every = find()
     return next((r for r in every if r.meta["device"] == device), every[0] if every else None)
+
+
+def describe(recording: Recording | None) -> str:
+    """What a notebook prints before it shows a recording, or where it has none to show."""
+    if recording is None:
+        return "No recording of a GPU: `python -m lib.record --out data/recordings` on one makes it."
+    return "\n".join([recording.label(), *(f"  not in it: {what}" for what in recording.missing)])
 
 
 def dma_bytes(device: str) -> int:

@@ -196,6 +196,8 @@ def test_notebooks_find_the_newest_recording_of_their_device(whole, tmp_path, mo
         "b-2026-02-01", "a-2026-03-01", "a-2026-03-01",
     ]  # fmt: skip
     assert recordings.choose("none") is None
+    assert "lib.record" in recordings.describe(None)
+    assert recordings.describe(recordings.choose("b-2026-02-01")).startswith("recorded · b · ")
     assert recordings.dma_bytes("a") == whole.dma_bytes() != DEFAULT_DMA_BYTES
     assert recordings.dma_bytes("c") == DEFAULT_DMA_BYTES
     assert recordings.grouped_foreach_dma("a").route.keywords == {"dma_bytes": whole.dma_bytes()}
@@ -404,8 +406,8 @@ def kineto(rows: list[tuple]) -> pd.DataFrame:
 def test_launches_are_counted_by_the_kernel_names_of_real_devices():
     """Names as Kineto writes them; work that runs after its annotation is found by its correlation."""
     foreach = (
-        "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::(anonymous namespace)::"
-        "TensorListMetadata<2>, at::native::(anonymous namespace)::CopyFunctor<long, long, 2, 1, 1>, "
+        "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::(anonymous namespace)"
+        "::TensorListMetadata<2>, at::native::(anonymous namespace)::CopyFunctor<long, long, 2, 1, 1>, "
         "at::native::Copy<long, long> >"
     )
     fill = "void at::native::vectorized_elementwise_kernel<2, at::native::FillFunctor<long>, array<char*> >"
@@ -451,6 +453,8 @@ from tests.stand_in import StandIn
 record.torch.cuda.is_available = lambda: False
 assert record.main(["--out", sys.argv[1]]) == 2
 assert not Path(sys.argv[1]).exists()
+record.STRATEGIES = {{name: record.STRATEGIES[name] for name in ("per_copy", "grouped_foreach")}}
+record.BEYOND = {{"fused_kernel": record.BEYOND["fused_kernel"]}}
 path, status = record.record(StandIn(), Path(sys.argv[1]), plan=record.{LEAST!r})
 print(record.summary(record.recordings.load(path)))
 sys.exit(10 + status)
@@ -466,6 +470,9 @@ sys.exit(10 + status)
     line = f"lib.record: no CUDA or ROCm device: torch {torch.__version__} finds none\n"
     assert done.stderr == line
     assert done.stdout.startswith("modelled · ")
+    assert (
+        "missing: steps: fused_kernel, int64_seq_lens: ImportError: fused_kernel needs Triton" in done.stdout
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
