@@ -1,7 +1,7 @@
 """How fast, and in how much memory, a Kineto trace becomes a table: lib.traces beside HolisticTraceAnalysis.
 
     python benchmarks/trace_loading.py ../shared/traces/v100_ddp_training.pt.trace.json.gz
-    python benchmarks/trace_loading.py TRACE --gigabytes 1    # memory, on plain JSON of that size made from TRACE
+    python benchmarks/trace_loading.py TRACE --gigabytes 1    # memory, on plain JSON of that size, from TRACE
 
 HolisticTraceAnalysis comes from PyPI into a folder that is removed afterwards. Every sample is a process of
 its own, the two take turns. Timed are the calls, not the imports; memory is the growth of peak resident

@@ -62,7 +62,7 @@ FIGURES = {
     "host_graph_us": ("runtime call of a graph launch",
         ("host_launch_us", 7, 3, 15, "A100: 27 us against 4 us, graphs of unknown size")),
     "launch_latency_us": ("start of a runtime call to the start of its work on an idle stream",
-        ("host_launch_us", 1.3, 0.9, 2, "V100: 7.0 us at calls of 5.2 us")),
+        ("host_launch_us", 1.3, 0.9, 2, "V100: 6.5 us at calls of 5.2 us")),
 }  # fmt: skip
 # Figures that are the durations of events with such a name.
 HOST_CALLS = {
@@ -278,7 +278,7 @@ def _play(device: pd.DataFrame, modelled: pd.Index, profile: DeviceProfile) -> t
     start[i] = max(call[i] + latency, end[i-1] + gap) is a recurrence. With done[i], the sum of all durations
     and gaps before i, it becomes start[i] = done[i] + max over j <= i of (call[j] + latency - done[j]).
     """
-    model = profile["memcpy_floor_us"] + device["bytes"] / (profile["memcpy_gb_per_s"] * 1e3)
+    model = profile["memcpy_floor_us"] + device["bytes"].fillna(0) / (profile["memcpy_gb_per_s"] * 1e3)
     duration = device["dur_us"].where(~device.index.isin(modelled), model)
     earliest = (device["call_start_us"] + profile["launch_latency_us"]).fillna(-np.inf)
     earliest = earliest.where(device.duplicated("track"), device["start_us"])  # where the recording begins

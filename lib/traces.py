@@ -84,11 +84,11 @@ NSYS_COLUMNS = (
 )  # fmt: skip
 NSYS_QUERY = """
     SELECT '{category}',
-        COALESCE({text}, value, 'Memcpy ' || CASE {copyKind} WHEN 1 THEN 'HtoD' WHEN 2 THEN 'DtoH'
+        COALESCE({text}, StringIds.value, 'Memcpy ' || CASE {copyKind} WHEN 1 THEN 'HtoD' WHEN 2 THEN 'DtoH'
             WHEN 8 THEN 'DtoD' WHEN 10 THEN 'PtoP' END, '{category}'),
         [start], [end] - [start], ({task} >> 24) & 0xFFFFFF, {task} & 0xFFFFFF,
         {deviceId}, {streamId}, COALESCE({correlationId}, 0), {bytes}
-    FROM {table} LEFT JOIN StringIds ON id = COALESCE({nameId}, {textId}, {demangledName})"""
+    FROM {table} LEFT JOIN StringIds ON StringIds.id = COALESCE({nameId}, {textId}, {demangledName})"""
 
 _BLOCK = 4 << 20  # JSON text decoded at a time
 _LIST_START = re.compile(rb'\A\s*\[|"traceEvents"\s*:\s*\[')
@@ -108,7 +108,9 @@ if msgspec is not None:  # only the needed fields, typed
         + [("pid", int | str, _ABSENT), ("tid", int | str, _ABSENT)],
         gc=False,
     )
-    _Trace = msgspec.defstruct("_Trace", [("traceEvents", list[_Event]), ("deviceProperties", list, [])])
+    _Trace = msgspec.defstruct(
+        "_Trace", [("traceEvents", list[_Event]), ("deviceProperties", list, []), ("evidence", str, "")]
+    )
     _DECODER = msgspec.json.Decoder(_Trace | list[_Event])
 
 
@@ -119,7 +121,7 @@ def load_trace(path: str | os.PathLike) -> pd.DataFrame:
     cannot be placed (no, a negative or a non-finite duration, no stream, a category not in CATEGORIES) is
     left out, and `attrs["left_out"]` says how many.
 
-    JSON is decoded in blocks of 4 MiB, so memory goes with the table rather than with the text: a file of 1 GB
+    JSON is decoded in blocks of 4 MiB, so memory goes with the table rather than the text: a file of 1 GB
     grows the process by 1.6 times the file's size at the peak (benchmarks/trace_loading.py --gigabytes 1).
 
     Raises:
@@ -165,21 +167,27 @@ def from_profiler(prof: torch.profiler.profile) -> pd.DataFrame:
 def to_chrome_trace(table: pd.DataFrame, path: str | os.PathLike) -> None:
     """Write a table as Chrome JSON, for Perfetto or for `load_trace`; gzip where the name ends in .gz."""
     path, category = Path(path), {kind: category for category, kind in reversed(CATEGORIES.items())}
-    events, lanes = [], {}
+    events, lanes, hosts = [], {}, _Numbering()
     for row in table.itertuples(index=False):
         process = re.search(r"host (\S+):|stream \S+ of (\S+)$", row.track)
         gpu = re.match(r"gpu (\d+) ", row.track)
-        device, owner = int(gpu[1]) if gpu else 0, f"host {process[1] or process[2]}" if process else "host"
-        host = row.kind in HOST_KINDS
-        args = {"correlation": row.correlation} if row.correlation >= 0 else {}
-        args |= {} if host else {"device": device, "stream": row.stream}
+        device, host = int(gpu[1]) if gpu else 0, row.kind in HOST_KINDS
+        if host:  # numbers that no device has: Perfetto wants a number for a process
+            name = f"host {process[1]}" if process else "host"
+            lane, args = {"pid": 1_000_000 + hosts[name], "tid": row.thread}, {}
+        else:
+            name = f"GPU {device}"
+            lane = {"pid": device, "tid": row.stream}
+            args = {"device": device, "stream": row.stream}
+        lanes[row.track] = lane, name
+        args |= {"correlation": row.correlation} if row.correlation >= 0 else {}
         args |= {"bytes": int(row.bytes)} if row.bytes == row.bytes else {}
-        lane = {"pid": owner if host else device, "tid": row.thread if host else row.stream}
-        lanes[row.track] = lane
         cat = category.get(row.kind, "gpu_memcpy" if row.kind.startswith("memcpy") else "kernel")
         times = {"ts": round(row.start_us, 3), "dur": round(row.dur_us, 3)}
         events.append({"ph": "X", "cat": cat, "name": row.name, **lane, **times, "args": args})
-    events += [{"ph": "M", "name": "thread_name", **lanes[t], "args": {"name": t}} for t in lanes]
+    for track, (lane, name) in lanes.items():
+        events.append({"ph": "M", "name": "process_name", **lane, "args": {"name": name}})
+        events.append({"ph": "M", "name": "thread_name", **lane, "args": {"name": track}})
     gpus = [{"id": i, "name": name} for i, name in enumerate(table.attrs.get("device", "").split(", "))]
     document = {"deviceProperties": gpus, "evidence": table.attrs.get("evidence", ""), "traceEvents": events}
     part = path.with_name(f"{path.name}.part")
@@ -323,7 +331,7 @@ class _Numbering(dict):
         return number
 
 
-def _json_blocks(stream: BinaryIO, path: Path) -> Iterator[tuple[list, list]]:
+def _json_blocks(stream: BinaryIO, path: Path) -> Iterator[tuple[list, dict]]:
     """Yield what `_columns` gives, block by block.
 
     A block ends between two events. Text that only looks like such a place (in a string, in a list of `args`)
@@ -352,8 +360,8 @@ def _json_blocks(stream: BinaryIO, path: Path) -> Iterator[tuple[list, list]]:
         raise ValueError(f"{path}: invalid JSON, or cut short: {error}") from error
 
 
-def _columns(text: bytes) -> tuple[list[Sequence], list]:
-    """Decode a trace: its complete events as columns, and its device properties.
+def _columns(text: bytes) -> tuple[list[Sequence], dict]:
+    """Decode a trace: its complete events as columns, and its GPUs and kind of evidence.
 
     The columns are cat, name, ts, dur, pid, tid, device, stream, correlation, bytes; what is absent is "",
     _NO_TIME, nan or _ABSENT.
@@ -368,12 +376,18 @@ def _columns(text: bytes) -> tuple[list[Sequence], list]:
                 list(map(attrgetter(field), events)) for field in ("cat", "name", "ts", "dur", "pid", "tid")
             ]
             args = [e.args for e in events]
-            return columns + [list(map(attrgetter(f), args)) for f in _INTEGERS], trace.deviceProperties
+            return columns + [list(map(attrgetter(f), args)) for f in _INTEGERS], {
+                "gpus": trace.deviceProperties,
+                "evidence": trace.evidence,
+            }
     trace = json.loads(text.decode("utf-8", "replace"), parse_float=Decimal, parse_constant=lambda _: None)
     trace = {"traceEvents": trace} if isinstance(trace, list) else trace
     rows = [_row(e) for e in trace["traceEvents"] if not isinstance(e, dict) or e.get("ph") == "X"]
     gpus = trace.get("deviceProperties")
-    return list(zip(*rows)), gpus if isinstance(gpus, list) else []
+    return list(zip(*rows)), {
+        "gpus": gpus if isinstance(gpus, list) else [],
+        "evidence": trace.get("evidence"),
+    }
 
 
 def _row(event: object) -> tuple:
@@ -386,7 +400,7 @@ def _row(event: object) -> tuple:
     return *texts, *times, *ids, *map(args.get, _INTEGERS)
 
 
-def _nsys_columns(path: Path) -> tuple[list, list]:
+def _nsys_columns(path: Path) -> tuple[list, dict]:
     """What `_columns` gives, from an Nsight Systems export; ts and dur in nanoseconds."""
     rows: list[tuple] = []
     with contextlib.closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as db:
@@ -410,15 +424,16 @@ def _nsys_columns(path: Path) -> tuple[list, list]:
         ts, dur = (ts, dur) if isinstance(ts, int) and isinstance(dur, int) else (_NO_TIME, math.nan)
         return category, name, ts, dur, pid, tid, device, stream, correlation, size
 
-    return list(zip(*(row(*fields) for fields in rows))), gpus
+    return list(zip(*(row(*fields) for fields in rows))), {"gpus": gpus}
 
 
-def _collect(blocks: Iterable[tuple[list, list]], path: Path, microseconds: float = 1.0) -> pd.DataFrame:
+def _collect(blocks: Iterable[tuple[list, dict]], path: Path, microseconds: float = 1.0) -> pd.DataFrame:
     """Turn blocks of `_columns` into the table; `microseconds` is the unit of their ts and dur."""
     names, processes = _Numbering(), _Numbering()  # (category, name), and process ids, which may be text
-    chunks, gpus, origin = [], {}, None
-    for columns, properties in blocks:
-        known = (gpu for gpu in properties if isinstance(gpu, dict) and isinstance(gpu.get("id"), int))
+    chunks, gpus, origin, evidence = [], {}, None, "recorded"
+    for columns, about in blocks:
+        evidence = "modelled" if about.get("evidence") == "modelled" else evidence
+        known = (gpu for gpu in about["gpus"] if isinstance(gpu, dict) and isinstance(gpu.get("id"), int))
         gpus |= {gpu["id"]: str(gpu.get("name")) for gpu in known}
         if not columns or not columns[0]:
             continue
@@ -441,7 +456,9 @@ def _collect(blocks: Iterable[tuple[list, list]], path: Path, microseconds: floa
     raw = pd.DataFrame(
         {column: np.concatenate([chunk.pop(column) for chunk in chunks]) for column in list(chunks[0])}
     )
-    return _table(raw, list(names), list(processes), path, gpus)
+    table = _table(raw, list(names), list(processes), path, gpus)
+    table.attrs["evidence"] = evidence
+    return table
 
 
 def _integers(values: Sequence[object]) -> np.ndarray:
@@ -524,7 +541,7 @@ def _table(raw: pd.DataFrame, names: list[tuple], processes: list, path: Path, g
     whole = bool((table["start_us"] % 1 == 0).all() and (table["dur_us"] % 1 == 0).all())
     used = [gpus[gpu] for gpu in sorted(set(raw["gpu"][raw["device"]]) & set(gpus))]
     table.attrs = {
-        "source": path.name, "device": ", ".join(dict.fromkeys(used)), "evidence": "recorded",
+        "source": path.name, "device": ", ".join(dict.fromkeys(used)),
         "resolution_us": 1.0 if whole else 0.001, "left_out": left_out,
     }  # fmt: skip
     return table

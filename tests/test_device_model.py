@@ -252,6 +252,7 @@ def test_a_modelled_timeline_reads_back(tmp_path):
     again = load_trace(tmp_path / "t.json.gz")
     assert again["kind"].tolist() == table["kind"].tolist()
     assert np.allclose(again["start_us"], table["start_us"], atol=1e-3)
+    assert again.attrs["evidence"] == "modelled"  # and never "recorded" for having been written to a file
 
 
 kinds_of_call = {
