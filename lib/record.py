@@ -241,8 +241,8 @@ class Recorder:
         """Counted and predicted launches of every way; a difference seen twice is a problem."""
         found, result = count_launches(self.device.trace(ways, repeats=3)), {}
         for name, way in ways.items():
-            predicted, counted = dict(Counter(x.kind for x in way.launches())), found[name]
-            if predicted != counted.kinds:  # the profiler may have lost an event
+            predicted, counted = dict(Counter(x.kind for x in way.launches())), found.get(name)
+            if counted is None or predicted != counted.kinds:  # the profiler may have lost an event
                 counted = count_launches(self.device.trace({name: way}, repeats=1))[name]
             if predicted != counted.kinds:
                 text = f"{case}, {name}: predicted {predicted}, counted {counted.kinds}"
@@ -297,12 +297,13 @@ def _named(dsts: Sequence[Tensor], srcs: Sequence[Tensor]) -> list[tuple[str, Te
 
 
 def step_way(step: StepCopies, replay: bool = False) -> Way:
-    """The copies of one step; with `replay` both replays whole, graphs included."""
+    """The copies of one step, padding written anew; with `replay` both replays whole, graphs included."""
     both = ((step.draft, step.draft_batch), (step.draft_extend, step.draft_extend_batch))
 
     def run() -> None:
         for runner, batch in both:
-            runner.replay(batch)
+            runner.last_plan = None  # as after a batch of another size: `launches` counts the padding, too
+            (runner.replay if replay else runner.copy_inputs)(batch)
 
     def launches() -> list[Launch]:
         return [x for runner, batch in both for x in (*runner.launches(batch), *[REPLAY] * replay)]
@@ -311,7 +312,7 @@ def step_way(step: StepCopies, replay: bool = False) -> Way:
         fields = ((runner.table, *runner.buffers.pairs(batch)) for runner, batch in both)
         return [(f"{table}.{name}", d, s) for table, *lists in fields for d, s, name in zip(*lists)]
 
-    return Way(run if replay else step.copy_inputs, launches, pairs)
+    return Way(run, launches, pairs)
 
 
 def steps_of(
@@ -386,7 +387,7 @@ def _record_runs(
 def _copied(step: StepCopies) -> list[Tensor]:
     """The bits that a graph reads and that matter: padding's, too, but of large fields, which no row needs.
 
-    None where the strategy has graphs read elsewhere: "replays" compares its outputs.
+    An empty list where the strategy has graphs read elsewhere: "replays" compares its outputs.
     """
     if getattr(step.draft.strategy, "fixed_addresses", False):
         return []
