@@ -335,9 +335,11 @@ class CopyPlan:
 
         self._src_dtypes = list(src_dtypes)
         self._needs_inference_mode = any(dst.is_inference() for dst in self._dsts)
-        self._signature = attrgetter("shape", "dtype", "is_cpu" if self._on_cpu else "device")
+        # Where no accelerator could hold it, a source with an address is on the CPU (`_find_clear`).
+        where = () if self._on_cpu and not torch.accelerator.is_available() else ("device",)
+        self._signature = attrgetter("shape", "dtype", *where)
         self._signatures = [
-            (dst.shape, dtype, True if self._on_cpu else dst.device)
+            (dst.shape, dtype, *(getattr(dst, name) for name in where))
             for dst, dtype in zip(self._dsts, src_dtypes)
         ]
         sizes = [dst.numel() * dtype.itemsize for dst, dtype in zip(self._dsts, src_dtypes)]
@@ -417,13 +419,15 @@ class CopyPlan:
             return False
 
     def _find_clear(self, srcs: Sequence[Tensor]) -> bool:
-        addresses = [src.data_ptr() for src in srcs]  # 0 for an empty tensor
+        addresses = [src.data_ptr() for src in srcs]
         if any(bisect(bounds, address) & 1 for bounds, address in zip(self._keep_clear, addresses)):
+            return False
+        if any(address == 0 and src.is_meta for src, address in zip(srcs, addresses)):
             return False
         if len(self._clear) > 4096:
             self._clear.clear()
         any_size = self._keep_clear_of_any
-        self._clear.update(address for address in addresses if not bisect(any_size, address) & 1)
+        self._clear.update(address for address in addresses if address and not bisect(any_size, address) & 1)
         return True
 
     def _stand_ins(self) -> list[Tensor]:
