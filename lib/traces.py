@@ -22,6 +22,7 @@ import os
 import re
 import sqlite3
 import tempfile
+import warnings
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -93,7 +94,7 @@ NSYS_QUERY = """
 _BLOCK = 4 << 20  # JSON text decoded at a time
 _LIST_START = re.compile(rb'\A\s*\[|"traceEvents"\s*:\s*\[')
 _BETWEEN_EVENTS = re.compile(rb"\}\s*,\s*\{")
-_ABSENT, _NO_TIME = np.iinfo(np.int64).min, Decimal("nan")
+_ABSENT = np.iinfo(np.int64).min
 
 _INTEGERS = ("device", "stream", "correlation", "bytes")
 
@@ -103,8 +104,8 @@ if msgspec is not None:  # only the needed fields, typed
     _Event = msgspec.defstruct(
         "_Event",
         [(field, str, "") for field in ("ph", "cat", "name")]
-        # 1.7e15 us since 1970: a float would round ts to 0.25 us
-        + [("ts", Decimal, _NO_TIME), ("dur", float, math.nan), ("args", _Args, _NO_ARGS)]
+        # 1.7e15 us since 1970: a double would round ts to 0.25 us, so its text is kept
+        + [("ts", msgspec.Raw, msgspec.Raw(b"nan")), ("dur", float, math.nan), ("args", _Args, _NO_ARGS)]
         + [("pid", int | str, _ABSENT), ("tid", int | str, _ABSENT)],
         gc=False,
     )
@@ -363,31 +364,27 @@ def _json_blocks(stream: BinaryIO, path: Path) -> Iterator[tuple[list, dict]]:
 def _columns(text: bytes) -> tuple[list[Sequence], dict]:
     """Decode a trace: its complete events as columns, and its GPUs and kind of evidence.
 
-    The columns are cat, name, ts, dur, pid, tid, device, stream, correlation, bytes; what is absent is "",
-    _NO_TIME, nan or _ABSENT.
+    The columns are cat, name, ts (long double array), dur, pid, tid, device, stream, correlation, bytes; what
+    is absent is "", nan or _ABSENT.
     """
     if msgspec is not None:
         # null, NaN, or a field of an unexpected type: json below takes what it can
-        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, DeprecationWarning):
             trace = _DECODER.decode(text)
             trace = _Trace(trace) if isinstance(trace, list) else trace
             events = [e for e in trace.traceEvents if e.ph == "X"]
-            columns = [
-                list(map(attrgetter(field), events)) for field in ("cat", "name", "ts", "dur", "pid", "tid")
-            ]
+            columns = [list(map(attrgetter(f), events)) for f in ("cat", "name", "ts", "dur", "pid", "tid")]
+            with warnings.catch_warnings(action="error"):  # numpy's, for text that is no number
+                columns[2] = np.fromstring(b" ".join(columns[2]).decode(), np.longdouble, sep=" ")
             args = [e.args for e in events]
-            return columns + [list(map(attrgetter(f), args)) for f in _INTEGERS], {
-                "gpus": trace.deviceProperties,
-                "evidence": trace.evidence,
-            }
+            columns += [list(map(attrgetter(f), args)) for f in _INTEGERS]
+            return columns, {"gpus": trace.deviceProperties, "evidence": trace.evidence}
     trace = json.loads(text.decode("utf-8", "replace"), parse_float=Decimal, parse_constant=lambda _: None)
     trace = {"traceEvents": trace} if isinstance(trace, list) else trace
     rows = [_row(e) for e in trace["traceEvents"] if not isinstance(e, dict) or e.get("ph") == "X"]
     gpus = trace.get("deviceProperties")
-    return list(zip(*rows)), {
-        "gpus": gpus if isinstance(gpus, list) else [],
-        "evidence": trace.get("evidence"),
-    }
+    about = {"gpus": gpus if isinstance(gpus, list) else [], "evidence": trace.get("evidence")}
+    return _transposed(rows), about
 
 
 def _row(event: object) -> tuple:
@@ -395,9 +392,21 @@ def _row(event: object) -> tuple:
     event = event if isinstance(event, dict) else {}
     args = event.get("args") if isinstance(event.get("args"), dict) else {}
     texts = (str(event.get(field) or "") for field in ("cat", "name"))
-    times = (t if isinstance(t := event.get(field), int | Decimal) else _NO_TIME for field in ("ts", "dur"))
+    times = (t if _is_number(t := event.get(field)) else math.nan for field in ("ts", "dur"))
     ids = (i if isinstance(i := event.get(field), int | str) else _ABSENT for field in ("pid", "tid"))
     return *texts, *times, *ids, *map(args.get, _INTEGERS)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Decimal) or (isinstance(value, int) and abs(value) < 2**63)
+
+
+def _transposed(rows: Iterable[tuple]) -> list[Sequence]:
+    """Rows (cat, name, ts, ...) as the columns of `_columns`."""
+    columns = list(zip(*rows))
+    if columns:
+        columns[2] = np.array([np.longdouble(str(t)) for t in columns[2]])
+    return columns
 
 
 def _nsys_columns(path: Path) -> tuple[list, dict]:
@@ -421,10 +430,10 @@ def _nsys_columns(path: Path) -> tuple[list, dict]:
 
     def row(category, name, ts, dur, pid, tid, device, stream, correlation, size) -> tuple:
         correlation |= (pid or 0) << 32 if several and correlation else 0
-        ts, dur = (ts, dur) if isinstance(ts, int) and isinstance(dur, int) else (_NO_TIME, math.nan)
+        ts, dur = (t if isinstance(t, int) else math.nan for t in (ts, dur))
         return category, name, ts, dur, pid, tid, device, stream, correlation, size
 
-    return list(zip(*(row(*fields) for fields in rows))), {"gpus": gpus}
+    return _transposed(row(*fields) for fields in rows), {"gpus": gpus}
 
 
 def _collect(blocks: Iterable[tuple[list, dict]], path: Path, microseconds: float = 1.0) -> pd.DataFrame:
@@ -442,7 +451,7 @@ def _collect(blocks: Iterable[tuple[list, dict]], path: Path, microseconds: floa
         pids, thread, device, stream, correlation, size = map(_integers, (pid, tid, *numbers))
         chunks.append({
             "code": np.array([names[key] for key in zip(category, name)]),
-            "start_us": np.array([float(t - (origin or 0)) for t in ts]) * microseconds,
+            "start_us": (ts - (origin or 0)).astype(float) * microseconds,
             "dur_us": np.array(dur, float) * microseconds,
             "process": np.array([processes[p] for p in pid]),
             "gpu": np.where(device == _ABSENT, pids, device),
@@ -457,7 +466,9 @@ def _collect(blocks: Iterable[tuple[list, dict]], path: Path, microseconds: floa
         {column: np.concatenate([chunk.pop(column) for chunk in chunks]) for column in list(chunks[0])}
     )
     table = _table(raw, list(names), list(processes), path, gpus)
-    table.attrs["evidence"] = evidence
+    # Where a long double is no wider than a double, ts of epoch size are rounded: then this says so.
+    rounded = float(np.spacing(origin or np.longdouble(0))) * microseconds
+    table.attrs |= {"evidence": evidence, "resolution_us": max(table.attrs["resolution_us"], rounded)}
     return table
 
 
