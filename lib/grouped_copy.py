@@ -469,8 +469,8 @@ def _keep_clear(dsts: Sequence[Tensor], nbytes: int) -> list[int]:
     """Addresses at which no source of `nbytes` bytes may start without a closer look.
 
     That is anywhere in a destination's storage, where all its views start, whatever their strides, and so
-    close before it that a contiguous source reaches into it. As sorted bounds of disjoint ranges: `bisect` of
-    an address is odd inside one.
+    close before it that a contiguous source reaches into it, as one over the same memory with a storage of
+    its own may (from numpy, say). As sorted bounds of disjoint ranges: `bisect` of an address is odd inside.
     """
     bounds: list[int] = []
     storages = (dst.untyped_storage() for dst in dsts if dst.numel() and not dst.is_meta)

@@ -197,10 +197,7 @@ class Explanation:
 
 
 def explain(
-    dsts: Sequence[Tensor],
-    srcs: Sequence[Tensor],
-    names: Sequence[str] | None = None,
-    dma_bytes: int = DEFAULT_DMA_BYTES,
+    dsts: Sequence[Tensor], srcs: Sequence[Tensor], names: Sequence[str] | None = None
 ) -> list[Explanation]:
     """Say for each pair which way `grouped_foreach_dma` sends it on CUDA, why, and what would help.
 
@@ -210,8 +207,9 @@ def explain(
     if len(dsts) != len(srcs) or (names is not None and len(names) != len(dsts)):
         check_pairs(dsts, srcs, names)
     names = list(names) if names is not None else [f"pair {i}" for i in range(len(dsts))]
+    rows: list[tuple[str, int, str, str]] = [("none", 0, "no elements, or onto itself", "leave it out")]
+    rows *= len(dsts)  # route, shares, reason, better
     fit: list[int] = []
-    rows: dict[int, tuple[str, int, str, str]] = {}  # route, shares, reason, better
     for i in range(len(dsts)):
         tried = [*fit, i]
         try:
@@ -222,65 +220,46 @@ def explain(
                 "refused",
                 0,
                 str(error),
-                "change what is named; copy_ would broadcast, overwrite or wait",
+                "copy_ would broadcast, overwrite or wait: change what is named",
             )
     pairs = [dsts[i] for i in fit], [srcs[i] for i in fit]
-    groups, singles = split_large(*pairs, *group_pairs(*pairs), dma_bytes)
+    groups, singles = split_large(*pairs, *group_pairs(*pairs))
     for group in groups:
-        shares = sum(pairs[0][j].numel() > 0 for j in group)
-        for j in group:
-            rows[fit[j]] = ("foreach", shares, *_explain_grouped(pairs[0][j], pairs[1][j]))
-    for j in singles:
-        launch = copy_launch(pairs[0][j], pairs[1][j])
-        if launch is not None:
-            rows[fit[j]] = (launch.kind, 1, *_explain_single(pairs[0][j], pairs[1][j], launch, dma_bytes))
-    for i in fit:
-        if i not in rows or dsts[i].numel() == 0:
-            rows[i] = ("none", 0, "no elements, or onto itself", "leave it out")
+        members = [fit[j] for j in group if pairs[0][j].numel()]
+        for i in members:
+            rows[i] = ("foreach", len(members), *_advice(dsts[i], srcs[i], None))
+    for i in (fit[j] for j in singles):
+        if (launch := copy_launch(dsts[i], srcs[i])) is not None:
+            rows[i] = (launch.kind, 1, *_advice(dsts[i], srcs[i], launch))
     return [
-        Explanation(name, *(f"{tuple(t.shape)} {str(t.dtype)[6:]}" for t in (dst, src)), dst.nbytes, *rows[i])
-        for i, (name, dst, src) in enumerate(zip(names, dsts, srcs))
+        Explanation(name, *(f"{tuple(t.shape)} {str(t.dtype)[6:]}" for t in (dst, src)), dst.nbytes, *row)
+        for name, dst, src, row in zip(names, dsts, srcs, rows)
     ]
 
 
-def _explain_grouped(dst: Tensor, src: Tensor) -> tuple[str, str]:
-    if dst.dtype != src.dtype:
+def _advice(dst: Tensor, src: Tensor, launch: Launch | None) -> tuple[str, str]:
+    """(reason, what would be better) for a pair with a launch of its own, or in a group (None)."""
+    write = f"have the producer write {dst.dtype}"
+    if launch is None and dst.dtype != src.dtype:
+        return f"converts {src.dtype} to {dst.dtype}, and so do others", f"{write}: one group less"
+    if launch is None:
         return (
-            f"converts {src.dtype} to {dst.dtype} with others that do",
-            f"have the producer write {dst.dtype}: one group less, and a byte arena becomes possible",
+            "small, dense, and others of its dtype share the launch",
+            "a byte arena or a fused Triton kernel: one launch for all dtypes; writing in place: none",
         )
-    return (
-        "small, dense, and others of its dtype share the launch",
-        "a byte arena or a fused kernel shares one launch among all dtypes; writing in place needs none",
-    )
-
-
-def _explain_single(dst: Tensor, src: Tensor, launch: Launch, dma_bytes: int) -> tuple[str, str]:
+    if launch.kind == "memcpy" and dst.nbytes >= DEFAULT_DMA_BYTES:
+        return (
+            f"dense, of one dtype, at least {DEFAULT_DMA_BYTES:,} bytes",
+            "only not copying: write in place",
+        )
+    if launch.kind == "memcpy" and dst.dtype not in FUSED_DTYPES and dst.dtype not in SAME_WIDTH_INT:
+        return f"the foreach kernel is not built for {dst.dtype}", "view both as integers of that width"
     if launch.kind == "memcpy":
-        if dst.nbytes >= dma_bytes:
-            return f"dense, same dtype and at least {dma_bytes:,} bytes", "only not copying: write in place"
-        if dst.dtype not in FUSED_DTYPES and dst.dtype not in SAME_WIDTH_INT:
-            return (
-                f"the fused kernel is not built for {dst.dtype}",
-                "view both sides as integers of that width: exact, and they join a group",
-            )
-        return (
-            "alone with its dtypes, so a fused kernel would save nothing",
-            "a byte arena or a fused kernel takes it along with the other dtypes",
-        )
-    if dst.dtype != src.dtype and same_dense_layout(dst, src):
-        return (
-            f"{launch.reason}, alone in that or not built into the fused kernel",
-            f"have the producer write {dst.dtype}",
-        )
+        return "alone with its dtypes: a group would save nothing", "a byte arena or a fused Triton kernel"
     if dst.is_conj() != src.is_conj() or dst.is_neg() != src.is_neg():
-        return launch.reason, "have the producer write the values themselves (resolve_conj, resolve_neg)"
+        return launch.reason, "have the producer resolve_conj() and resolve_neg() what it writes"
+    if same_dense_layout(dst, src):
+        return f"{launch.reason}, alone in that or not in the foreach kernel's dtypes", write
     if not same_dense_layout(dst, dst):
-        return (
-            f"{launch.reason}: the destination has gaps",
-            "a buffer per captured size has dense rows; a fused Triton kernel takes strided pairs",
-        )
-    return (
-        f"{launch.reason}: the source lies otherwise",
-        "write it contiguous where it is produced; a fused Triton kernel takes strided pairs",
-    )
+        return f"{launch.reason}: the destination has gaps", "dense buffers per captured size, or Triton"
+    return f"{launch.reason}: the source lies otherwise", "write it contiguous at its producer, or Triton"

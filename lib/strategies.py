@@ -157,20 +157,25 @@ class FixedPlan:
     ) -> None:
         self.dsts, self.outputs, self.move, self.record = list(dsts), list(outputs), move, record
         self._names = list(names or (f"pair {i}" for i in range(len(dsts))))
-        self._addresses = [output.data_ptr() for output in outputs]
+        self._places = [_place(output) for output in outputs]
 
     def __call__(self, srcs: Tensors, check: bool = True, constants: bool = True) -> None:
         """Do what is left to do; `constants` changes nothing, padding being the producer's.
 
         Raises:
-            ValueError: for sources that do not start where `outputs` do, e.g. temporaries: a captured copy
-                would read the address it was captured with, whatever lies there now.
+            ValueError: for sources that are not `outputs` or their first rows, e.g. temporaries: a captured
+                copy would read the address it was captured with, whatever lies there now.
         """
-        if check and [src.data_ptr() for src in srcs] != self._addresses:
-            for name, src, address in zip(self._names, srcs, self._addresses):
-                if src.data_ptr() != address:
-                    raise ValueError(f"{name}: expected at {address:#x}, as planned, got {src.data_ptr():#x}")
-            raise ValueError(f"expected {len(self.outputs)} sources, got {len(srcs)}")
+        if check and [_place(src) for src in srcs] != self._places:
+            if len(srcs) != len(self.outputs):
+                raise ValueError(f"expected {len(self.outputs)} sources, got {len(srcs)}")
+            for name, src, place in zip(self._names, srcs, self._places):
+                if _place(src) != place:
+                    (address, *planned), (got, *came) = place, _place(src)
+                    raise ValueError(
+                        f"{name}: expected at {address:#x} (stride, dtype: {planned}), as planned, "
+                        f"got {got:#x} ({came})"
+                    )
         if self.move is not None:
             self.move[0].copy_(self.move[1])
 
@@ -179,6 +184,10 @@ class FixedPlan:
         if launch is None:
             return []
         return [replace(launch, n_copies=len(self.dsts), reason="from one arena to the other")]
+
+
+def _place(t: Tensor) -> tuple:
+    return t.data_ptr(), t.stride(), t.dtype
 
 
 ALIGNMENT = 16  # bytes, of each field of an arena: the widest access of a thread

@@ -428,6 +428,32 @@ def test_missing_optional_fields_are_filled_as_with_per_copy(strategy: str):
             assert all(map(torch.equal, reference.replay(b), runner.replay(runner.place(b))))
 
 
+def test_a_source_at_the_right_address_with_other_strides_or_dtype_is_refused():
+    plan = BEYOND["no_copy"].plan([torch.zeros(8, dtype=torch.int64)], [torch.int64], ["seq_lens"])
+    plan([plan.outputs[0][:5]])
+    for wrong in (plan.outputs[0][::2], plan.outputs[0].view(torch.float64)):
+        with pytest.raises(ValueError, match="seq_lens: expected at 0x"):
+            plan([wrong])
+    with pytest.raises(ValueError, match="expected 1 sources, got 0"):
+        plan([])
+
+
+@pytest.mark.parametrize("strategy", ["copy_plan", "fused_kernel"])
+def test_strided_sources_of_a_step_are_copied_right_and_counted(strategy: str):
+    if strategy == "fused_kernel" and find_spec("triton") is None:
+        pytest.skip("Triton is not installed")
+    reference = EagleDraftExtendCudaGraphRunner(TINY, "per_copy")
+    runner = EagleDraftExtendCudaGraphRunner(TINY, strategy)
+    for seed, bs in enumerate((3, 4, 4)):
+        batch = DraftExtendBatch.random(TINY, bs, seed=seed)
+        column = torch.stack((batch.seq_lens, -batch.seq_lens), 1)[:, 0]
+        strided = replace(batch, seq_lens=column, extend_seq_lens=batch.extend_seq_lens[:1].expand(bs))
+        for b in (batch, strided):
+            assert all(map(torch.equal, reference.replay(b), runner.replay(b)))
+        more = len(runner.launches(strided)) - len(runner.launches(batch))
+        assert more == (2 if strategy == "copy_plan" else 0)
+
+
 class Doubled(NamedTuple):
     value: Tensor
 

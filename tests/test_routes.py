@@ -137,8 +137,8 @@ def test_explain_names_route_reason_and_remedy():
     cases = {  # name: destination, source, route, in the reason, in the remedy
         "seq_lens": (i64.clone(), i64, "foreach", "others of its dtype", "byte arena"),
         "positions": (i64.clone(), i64, "foreach", "others of its dtype", "byte arena"),
-        "topk_p": (torch.zeros(8), torch.zeros(8), "memcpy", "alone with its dtypes", "fused kernel"),
-        "accepted": (i64.clone(), matrix[:, 1], "elementwise", "source lies otherwise", "contiguous where"),
+        "topk_p": (torch.zeros(8), torch.zeros(8), "memcpy", "alone with its dtypes", "fused Triton kernel"),
+        "accepted": (i64.clone(), matrix[:, 1], "elementwise", "source lies otherwise", "contiguous at"),
         "block_tables": (wide[:, :4], torch.zeros(8, 4).int(), "elementwise", "has gaps", "captured size"),
         "hidden_states": (torch.zeros_like(large), large, "memcpy", "at least 65,536 bytes", "in place"),
         "lens": (torch.zeros(8).int(), i64, "elementwise", "converts torch.int64", "write torch.int32"),
