@@ -20,7 +20,7 @@ NEW_TOKENS = 24
 # Two ways of summing the same float32 logits differ by less than this; a token whose logit leads by less may
 # come out otherwise, and the comparison says so instead of failing.
 ROUNDING = 1e-4
-PINNED_ACCEPTANCE = {1: 3.23, 2: 3.43, 4: 3.68}
+PINNED_ACCEPTANCE = {1: 2.59, 2: 2.89, 4: 3.11}
 
 
 @pytest.fixture(autouse=True, scope="module")
