@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections.abc import Sequence
-from operator import attrgetter
+from operator import attrgetter, contains
 from typing import TYPE_CHECKING
 
 import torch
@@ -342,10 +342,13 @@ class CopyPlan:
             (dst.shape, dtype, *(getattr(dst, name) for name in where))
             for dst, dtype in zip(self._dsts, src_dtypes)
         ]
-        sizes = [dst.numel() * dtype.itemsize for dst, dtype in zip(self._dsts, src_dtypes)]
-        self._keep_clear = [_keep_clear(self._dsts, size) for size in sizes]
-        self._keep_clear_of_any = _keep_clear(self._dsts, max(sizes, default=0))
-        self._clear: set[int] = set()  # addresses fit for every source; allocators reuse them
+        self._keep_clear = [
+            _keep_clear(self._dsts, dst.numel() * dtype.itemsize)
+            for dst, dtype in zip(self._dsts, src_dtypes)
+        ]
+        self._clear: list[set[int]] = [
+            set() for _ in src_dtypes
+        ]  # addresses found fit; allocators reuse them
         # A list on the CPU resolves a conj or neg bit first: it shows only where the pair converts as well.
         self._maybe_lazy = [
             i
@@ -409,7 +412,7 @@ class CopyPlan:
         try:  # every loop in C: Python's would cost more than the copies
             return (
                 list(map(self._signature, srcs)) == self._signatures
-                and (self._clear.issuperset(map(Tensor.data_ptr, srcs)) or self._find_clear(srcs))
+                and (all(map(contains, self._clear, map(Tensor.data_ptr, srcs))) or self._find_clear(srcs))
                 and (self._on_cpu or all(map(Tensor.is_contiguous, srcs)))
                 and not (
                     self._maybe_lazy and any(srcs[i].is_conj() or srcs[i].is_neg() for i in self._maybe_lazy)
@@ -419,15 +422,14 @@ class CopyPlan:
             return False
 
     def _find_clear(self, srcs: Sequence[Tensor]) -> bool:
-        addresses = [src.data_ptr() for src in srcs]
-        if any(bisect(bounds, address) & 1 for bounds, address in zip(self._keep_clear, addresses)):
-            return False
-        if any(address == 0 and src.is_meta for src, address in zip(srcs, addresses)):
-            return False
-        if len(self._clear) > 4096:
-            self._clear.clear()
-        any_size = self._keep_clear_of_any
-        self._clear.update(address for address in addresses if address and not bisect(any_size, address) & 1)
+        for src, keep_clear, clear in zip(srcs, self._keep_clear, self._clear):
+            address = src.data_ptr()  # 0 of an empty tensor and of a meta tensor
+            if bisect(keep_clear, address) & 1 or (address == 0 and src.is_meta):
+                return False
+            if len(clear) >= 1024:
+                clear.clear()
+            if address:
+                clear.add(address)
         return True
 
     def _stand_ins(self) -> list[Tensor]:

@@ -236,7 +236,8 @@ def test_a_plan_holds_no_copy_of_the_data():
 
     def live() -> set[int]:
         gc.collect()
-        return {t.untyped_storage().data_ptr() for t in gc.get_objects() if type(t) is Tensor}
+        tensors = (t for t in gc.get_objects() if type(t) is Tensor and t.layout == torch.strided)
+        return {t.untyped_storage().data_ptr() for t in tensors}
 
     known = live()
     plan = CopyPlan(dsts, [torch.float64, torch.int64])
@@ -247,6 +248,6 @@ def test_a_plan_holds_no_copy_of_the_data():
 def test_remembered_addresses_stay_few():
     plan = CopyPlan([torch.zeros(1)], [torch.float32])
     sources = torch.arange(10_000.0)
-    for i in range(len(sources)):
+    for i in range(5_000):
         plan([sources[i : i + 1]])
-    assert len(plan._clear) <= 4_100
+    assert len(plan._clear[0]) <= 1024
