@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from lib import plots, step
 from lib.device_model import DeviceProfile
 from lib.eagle import EagleConfig
@@ -50,8 +52,13 @@ def explore(
     )
 
 
-def panel(live: bool, **chosen) -> None:
-    """Controls for `explore`, starting from `chosen`; without a reader at the screen, one call of it."""
+def panel(live: bool | None, **chosen) -> None:
+    """Controls for `explore`, starting from `chosen`; without a reader at the screen, one call of it.
+
+    live: None asks whether a Jupyter server or an editor runs the kernel, which papermill is not.
+    """
+    if live is None:
+        live = not os.environ.keys().isdisjoint(("JPY_SESSION_NAME", "VSCODE_PID"))
     if not live:
         return explore(**chosen)
     import ipywidgets as widgets

@@ -67,6 +67,10 @@ def launch_rows(launches: list[Launch]) -> dict[str, int]:
     return {kind: sum(launch.kind == kind for launch in launches) for kind in kinds} | {"all": len(launches)}
 
 
+def without_fills(launches: list[Launch]) -> list[Launch]:
+    return [launch for launch in launches if launch.kind != "fill"]
+
+
 def measured_lanes(
     run: Callable[[], object], device: str = "cpu", warmup: int = 20
 ) -> dict[str, pd.DataFrame]:

@@ -26,6 +26,7 @@ from traitlets.config import Config
 RESULT_MIME = "application/vnd.replay-copy.result+json"
 CLAIM_MARK = "✓ "
 PEAK_LIMIT_MB = 1500
+CELL_SECONDS = 900
 
 # A python3 kernel that somebody installed for their user must not win over the one of this environment.
 os.environ.setdefault("JUPYTER_PREFER_ENV_PATH", "1")
@@ -97,6 +98,7 @@ def execute(source: Path, output: Path, parameters: dict, progress_bar: bool = T
             parameters,
             cwd=source.parent,
             progress_bar={"desc": source.stem} if progress_bar else False,
+            execution_timeout=CELL_SECONDS,  # of a cell: a reply that never comes must not hold up a batch
             shutdown_kernel="immediate",  # else a busy kernel keeps Ctrl-C waiting
             on_notebook_start=lambda notebook: at.update(notebook=notebook),
             on_cell_executed=lambda **_: memory.look(),
