@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lib import CopyPlan, grouped_copy
+from lib.routes import foreach_launches
 from tests.tensors import (
     Pairs,
     assert_copies_or_refuses,
@@ -74,6 +75,35 @@ def test_one_plan_serves_any_sources_of_its_shapes_and_dtypes(case: Pairs, seed:
                 restore(memory, saved)
                 plan(sources, check=False)
                 assert same(memory, expected)
+
+
+@given(pairs(mutations=("", "interleaved")))
+@properties(500)
+def test_every_foreach_call_off_the_cpu_is_one_that_cuda_fuses(case: Pairs):
+    """Whatever the sources look like in this step: none raises on CUDA, none takes the slow path."""
+    dsts, srcs = case
+    plan = AsOnCuda(dsts, [src.dtype for src in srcs])
+    calls: list[Pairs] = []
+    original = grouped_copy._foreach_copy_
+    grouped_copy._foreach_copy_ = lambda dsts, srcs: (calls.append((dsts, srcs)), original(dsts, srcs))
+    try:
+        plan(srcs)
+    finally:
+        grouped_copy._foreach_copy_ = original
+    for call in calls:
+        assert {launch.kind for launch in foreach_launches(*call)} <= {"foreach"}
+        assert not any(t.is_conj() or t.is_neg() for side in call for t in side)
+
+
+@pytest.mark.parametrize("plan", [CopyPlan, AsOnCuda])
+def test_a_negative_bit_is_resolved_after_the_conversion(plan: type[CopyPlan]):
+    """As by `copy_`: the imaginary part of what was 1 becomes -0. A list would resolve it before: 0."""
+    dsts = [torch.zeros(2, dtype=torch.complex64), torch.zeros(2)]
+    srcs = [torch._neg_view(torch.ones(2, dtype=torch.float16)), torch.ones(2)]
+    plan(dsts, [src.dtype for src in srcs])(srcs)
+    expected = torch.zeros(2, dtype=torch.complex64).copy_(srcs[0])
+    assert torch.equal(torch.view_as_real(dsts[0]).signbit(), torch.view_as_real(expected).signbit())
+    assert torch.view_as_real(expected).signbit().all()
 
 
 @given(pairs(mutations=range(8), max_pairs=4))
