@@ -131,7 +131,7 @@ def timeline(
     for ax, (name, tables) in zip(axes[:, 0], strategies.items()):
         for row, (label, table) in enumerate(tables.items()):
             _draw_lane(ax, -row, table, end, hatched="modelled" in label)
-            kinds |= dict.fromkeys(table.kind)
+            kinds |= dict.fromkeys(map(_kind, table.itertuples()))
         ax.set_yticks([-row for row in range(len(tables))], list(tables), fontsize=9.5)
         ax.set_ylim(-len(tables) + 0.45, 0.55)
         ax.set_title(name, fontsize=11, color=STRATEGY_COLOURS.get(name, "black"))
@@ -142,6 +142,11 @@ def timeline(
     fig.suptitle(title, x=0.01, ha="left", fontweight="bold", fontsize=13)
     _legend_of_kinds(axes[-1, 0], kinds)
     return fig
+
+
+def _kind(row) -> str:
+    """PyTorch fills with a kernel; a trace tells it by its name only."""
+    return "fill" if "FillFunctor" in getattr(row, "name", "") else row.kind
 
 
 def _legend_of_kinds(ax: Axes, kinds: Iterable[str]) -> None:
@@ -172,7 +177,7 @@ def _draw_lane(ax: Axes, y: float, table: pd.DataFrame, end: float, hatched: boo
         ax.broken_barh(
             [(start, max(stop - start, end * 0.0015))],
             (y - (0.14 if nested else 0.34), 0.28 if nested else 0.68),
-            facecolor=KIND_COLOURS.get(row.kind, "#BBBBBB"),
+            facecolor=KIND_COLOURS.get(_kind(row), "#BBBBBB"),
             edgecolor="white",
             linewidth=0.5 if wide else 0,
             hatch="////" if hatched and wide else None,
