@@ -1,12 +1,9 @@
-"""Measure on one GPU everything that the notebooks say about GPUs: `python -m lib.record --out DIR`.
+"""Measure on one GPU what the notebooks say about GPUs: `python -m lib.record --out DIR`, no install needed.
 
-Makes DIR/<device>-<date>/, read back by `lib.recordings`: for every strategy the launches that torch.profiler
-counts beside those that lib/routes.py predicts, times, and correctness; the sizes where ways of copying
-cross; replays with real graphs; a trimmed trace a strategy; a device profile fitted from them.
-
-Writes as it goes, so that what is cut short (--minutes, Ctrl-C, a kill) leaves a valid, smaller recording.
-Exit status: 0; 1 where a count differs from its prediction, bits from per_copy's, or a part failed, each
-printed; 2 without a CUDA or ROCm device; 130 after Ctrl-C.
+Makes DIR/<device>-<date>/ for `lib.recordings`, and writes as it goes: a run cut short (--minutes, Ctrl-C, a
+kill) leaves a valid, smaller recording. Exit status: 0; 1 where launches that torch.profiler counted are not
+those that lib/routes.py predicts, bits not per_copy's, or a part failed, each printed; 2 without a CUDA or
+ROCm device; 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -14,7 +11,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import math
 import re
 import subprocess
 import sys
@@ -24,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain, count, product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,50 +34,88 @@ from lib.device_model import DeviceProfile, Figure, fit_profile
 from lib.eagle import EagleConfig, EagleDraftCudaGraphRunner, EagleDraftExtendCudaGraphRunner
 from lib.eagle.model import DraftModel
 from lib.evidence import device_name
+from lib.grouped_copy import copy_groups
 from lib.recordings import Recording
-from lib.routes import Launch, copy_launch, fill_launch, foreach_launches
+from lib.routes import Launch, fill_launch, routed_launches
 from lib.step import StepCopies
 from lib.strategies import BEYOND, STRATEGIES
-from lib.timing import Timing, measure, quartiles
-from lib.traces import DEVICE_KINDS, FOREACH_COPY, from_profiler, to_chrome_trace
+from lib.timing import Timing, measure
+from lib.traces import DEVICE_KINDS, FOREACH_COPY, burst_copies, from_profiler, to_chrome_trace
 
-REPORTED_SAVING_US = (
-    48  # sglang pull request 28465, both replays; its GPU, model and batch size are not stated
-)
+REPORTED_SAVING_US = 48  # a step, in sglang pull request 28465; GPU, model and batch size are not stated
 MAX_TRACE_BYTES = 200_000
-RUNNERS = (EagleDraftCudaGraphRunner, EagleDraftExtendCudaGraphRunner)
 REPLAY = Launch("graph", 0, 0, "graph replay", "graph")
-# Kernels told apart by name: PyTorch's, ours in Triton, and the one by which ROCm's driver does a memcpy.
-KERNELS = {
+# Work on a device, as "<runtime call> <kind of event>: <name>", to `routes.Launch.kind`; the first that fits.
+LAUNCH_KINDS = {
+    "GraphLaunch": "graph",
     FOREACH_COPY: "foreach",
-    r"^_copy\b|fused_copy": "fused",
+    r": _copy\b|fused_copy": "fused",  # lib/fused_copy.py, and its name in lib/device_model.py
     "FillFunctor": "fill",
-    "rocclr_copyBuffer": "memcpy",
+    " memcpy: |rocclr_copyBuffer": "memcpy",  # ROCm's driver copies by a kernel of that name
+    " copy_kernel: ": "elementwise",
 }
+DRIVER = "nvidia-smi --query-gpu=driver_version --format=csv,noheader || cat /sys/module/amdgpu/version"
+SIZES = (8, 5, 1, 64, 2, 4, 16, 32, 3, 12, 24, 48)  # requests; 5, 3, 12, 24 and 48 are padded
+Run = tuple[str, str, int]  # preset, layout, batch size
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to record. What matters most comes first, for the case that time runs out."""
+    """What to record, what matters most first. dtypes: bfloat16 is moved as int16. sizes: bytes a tensor."""
 
-    presets: tuple[str, ...] = ("llama3-8b", "deepseek-v3")  # hidden sizes 4096 and 7168
-    batch_sizes: tuple[int, ...] = (8, 5, 1, 64, 2, 4, 16, 32, 3, 12, 24, 48)  # 5, 3, 12, 24, 48 are padded
-    replays: tuple[tuple[str, int, int], ...] = (  # preset, the batch size captured, the one replayed
-        ("tiny", 8, 8), ("tiny", 8, 5),
-        ("llama3-8b", 8, 8), ("llama3-8b", 8, 5), ("llama3-8b", 1, 1), ("llama3-8b", 64, 64),
-    )  # fmt: skip
-    dtypes: tuple[torch.dtype, ...] = (torch.int16, torch.int64)  # bfloat16 is moved as int16
+    steps: tuple[Run, ...] = (
+        *product(("llama3-8b", "deepseek-v3"), ("int64_seq_lens",), SIZES),  # hidden sizes 4096 and 7168
+        *product(("llama3-8b",), ("int32_seq_lens",), SIZES[:2]),  # the layout that converts
+    )
+    replays: tuple[Run, ...] = (
+        *product(("tiny",), ("int64_seq_lens",), (8, 5)),
+        *product(("llama3-8b",), ("int64_seq_lens",), (8, 5, 1, 64)),
+    )
     tensors: tuple[int, ...] = (1, 65, 8, 2, 4, 16, 32, 64)
-    sizes: tuple[int, ...] = tuple(2**n for n in range(8, 27))  # bytes a tensor, 256 B to 64 MiB
-    rounds: int = 15
+    dtypes: tuple[torch.dtype, ...] = (torch.int16, torch.int64)
+    sizes: tuple[int, ...] = tuple(2**n for n in range(8, 27))  # to 64 MiB
+    traced: str = "llama3-8b"  # preset
+    rounds: int = 20
 
 
 class Way(NamedTuple):
-    """One way of doing something: how to run it, what it should launch, and the pairs it copies, by name."""
+    """One way of doing something: how to run it, what it should launch, the pairs it copies with names."""
 
     run: Callable[[], object]
-    launches: Callable[[], Sequence[Launch]]
-    pairs: Callable[[], Sequence[tuple[str, Tensor, Tensor]]]
+    launches: list[Launch]
+    pairs: list[tuple[str, Tensor, Tensor]]
+
+    @property
+    def predicted(self) -> dict[str, int]:
+        """Launches by kind."""
+        return dict(Counter(launch.kind for launch in self.launches))
+
+
+def copies(dsts: Sequence[Tensor], srcs: Sequence[Tensor], fused: int = 0) -> Way:
+    """The first `fused` pairs by one foreach call, then every other one by its own `copy_`."""
+    route = [range(fused)] if fused else [], range(fused, len(dsts))
+    pairs = [("tensor", *pair) for pair in zip(dsts, srcs)]
+    return Way(partial(copy_groups, dsts, srcs, *route), routed_launches(dsts, srcs, *route), pairs)
+
+
+def halves(step: StepCopies) -> tuple[tuple, tuple]:
+    """(runner, batch) of the draft, and of the draft-extend."""
+    return (step.draft, step.draft_batch), (step.draft_extend, step.draft_extend_batch)
+
+
+def step_way(step: StepCopies, replay: bool = False) -> Way:
+    """The copies of one step, padding included; with `replay` both replays whole, graphs included."""
+
+    def run() -> None:
+        for runner, batch in halves(step):
+            runner.last_plan = None  # else a plan skips the padding of its last run, which `launches` counts
+            (runner.replay if replay else runner.copy_inputs)(batch)
+
+    launches, pairs = [], []
+    for runner, batch in halves(step):
+        launches += [*runner.launches(batch), *[REPLAY] * replay]
+        pairs += [(f"{runner.table}.{name}", d, s) for d, s, name in zip(*runner.buffers.pairs(batch))]
+    return Way(run, launches, pairs)
 
 
 class GpuDevice:
@@ -89,16 +124,9 @@ class GpuDevice:
     torch_device = "cuda"
 
     def facts(self) -> dict[str, object]:
-        """Device, driver, versions; "device" and "driver" are what a stand-in has to tell, too."""
-        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        try:
-            driver = subprocess.check_output(command, text=True, timeout=20).split()[0]
-        except (OSError, subprocess.SubprocessError, IndexError):
-            amd = Path("/sys/module/amdgpu/version")
-            driver = amd.read_text().strip() if amd.is_file() else "unknown"
-        chip = torch.cuda.get_device_properties(0)
-        return {"device": chip.name, "driver": driver, "cuda": torch.version.cuda, "rocm": torch.version.hip,
-                "multiprocessors": chip.multi_processor_count, "memory_bytes": chip.total_memory}  # fmt: skip
+        driver = subprocess.run(DRIVER, shell=True, capture_output=True, text=True).stdout.split()
+        return {"device": device_name("cuda"), "driver": driver[0] if driver else "unknown",
+                "cuda": torch.version.cuda, "rocm": torch.version.hip}  # fmt: skip
 
     def free_bytes(self) -> int:
         torch.cuda.empty_cache()
@@ -108,128 +136,98 @@ class GpuDevice:
         return measure({name: way.run for name, way in ways.items()}, rounds, calls, device="cuda")
 
     def trace(self, ways: dict[str, Way], repeats: int) -> pd.DataFrame:
-        """One profiler run; each call in an annotation with the way's name, after one call outside of it."""
+        """One profiler run of the ways in turn, `repeats` times, after one turn outside of it.
+
+        Each call is in an annotation with the way's name, and finds the device idle.
+        """
         for way in ways.values():
             way.run()
         torch.cuda.synchronize()
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
         with torch.profiler.profile(activities=activities) as prof:
-            for name, way in ways.items():
-                for _ in range(repeats):
-                    with torch.profiler.record_function(name):
-                        way.run()
-                    torch.cuda.synchronize()
+            for name, way in list(ways.items()) * repeats:
+                with torch.profiler.record_function(name):
+                    way.run()
+                torch.cuda.synchronize()
         return from_profiler(prof)
 
 
-class Counted(NamedTuple):
-    """Of one way in a trace: launches by kind; us a call, on the device (quartiles) and in operators."""
+def count_launches(trace: pd.DataFrame) -> dict[str, dict]:
+    """By name of the annotations in a trace: counted, launches by kind; device_us and op_us, a value a call.
 
-    kinds: dict[str, int]
-    device_us: list[float]
-    op_us: float
-
-
-def count_launches(trace: pd.DataFrame) -> dict[str, Counted]:
-    """The launches in the annotations of a trace, by their name; of several the most frequent outcome.
-
-    Device work belongs to the annotation in which the host call with its correlation began, and all work of
-    one graph launch counts as one launch.
+    Work belongs to the annotation in which its host call began, and that of one graph launch counts once. Of
+    several outcomes the most frequent is taken: the profiler may lose an event. op_us: the operator around
+    the first launch.
     """
-    ranges = trace[trace["kind"] == "annotation"].sort_values("start_us").reset_index(drop=True)
-    ends = (ranges["start_us"] + ranges["dur_us"]).to_numpy()
-
-    def inside(events: pd.DataFrame) -> pd.DataFrame:
-        at = np.searchsorted(ranges["start_us"], events["start_us"], side="right") - 1
-        return events.assign(range=at)[(at >= 0) & (events["start_us"].to_numpy() < ends[at])]
-
-    calls = inside(trace[(trace["kind"] == "runtime") & (trace["correlation"] >= 0)])
-    calls = calls.drop_duplicates("correlation").assign(call=calls["name"].astype(str))
-    work = trace[trace["kind"].isin(DEVICE_KINDS)]
-    work = work.merge(calls[["correlation", "range", "call"]], on="correlation")
-    again = work["call"].str.contains("GraphLaunch") & work.duplicated("correlation")
-    launched = [
-        (e.range, launch_kind(str(e.name), e.kind, e.call)) for e in work[~again].itertuples(index=False)
-    ]
-    ops = inside(trace[trace["name"].isin(("aten::copy_", "aten::_foreach_copy_"))])
-    sums = [
-        rows.groupby("range")["dur_us"].sum().reindex(ranges.index, fill_value=0.0) for rows in (work, ops)
-    ]
+    spans = trace[trace["kind"] == "annotation"].sort_values("start_us", ignore_index=True)
+    work = burst_copies(trace, min_copies=1, kinds=DEVICE_KINDS).dropna(subset="call")
+    work["span"] = np.searchsorted(spans["start_us"], work["call_start_us"], side="right") - 1
+    ends = (spans["start_us"] + spans["dur_us"]).to_numpy()
+    work = work[(work["span"] >= 0) & (work["call_start_us"] < ends[work["span"]])]
+    work["launch"] = [launch_kind(*event) for event in zip(work["name"], work["kind"], work["call"])]
+    us = work.groupby("span").agg(device_us=("dur_us", "sum"), op_us=("op_us", "first"))
+    us = us.reindex(spans.index).fillna(0.0).round(3)
+    launched = work[(work["launch"] != "graph") | ~work.duplicated("correlation")].groupby("span")["launch"]
+    outcomes = {span: tuple(sorted(Counter(kinds).items())) for span, kinds in launched}
     found = {}
-    for name, rows in ranges.groupby(ranges["name"].astype(str)):
-        outcomes = [
-            tuple(sorted(Counter(kind for at, kind in launched if at == i).items())) for i in rows.index
-        ]
-        device_us, op_us = (of_range[rows.index] for of_range in sums)
-        found[name] = Counted(
-            dict(Counter(outcomes).most_common(1)[0][0]), _quartiles(device_us), op_us.median()
-        )
+    for name, calls in spans.groupby(spans["name"].astype(str)).groups.items():
+        (outcome, _), *_ = Counter(outcomes.get(call, ()) for call in calls).most_common()
+        found[name] = {"counted": dict(outcome)} | us.loc[calls].to_dict("list")
     return found
 
 
 def launch_kind(name: str, kind: str, call: str) -> str:
     """The `routes.Launch.kind` of an event on the device; for any other event its own kind and name."""
-    if "GraphLaunch" in call:
-        return "graph"
-    known = next((ours for pattern, ours in KERNELS.items() if re.search(pattern, name)), None)
-    return known or {"memcpy": "memcpy", "copy_kernel": "elementwise"}.get(kind, f"{kind} {name[:80]}")
+    event = f"{call} {kind}: {name}"
+    known = (ours for pattern, ours in LAUNCH_KINDS.items() if re.search(pattern, event))
+    return next(known, f"{kind} {name[:80]}")
 
 
-@dataclass
 class Recorder:
-    """Writes one recording. `problems`, in meta.json, is what makes the exit status 1."""
+    """Writes one recording. Any "problems" in its meta.json make the exit status 1."""
 
-    device: GpuDevice
-    path: Path
-    meta: dict
-    deadline: float
-
-    @classmethod
-    def start(cls, device: GpuDevice, out: Path, minutes: float) -> Recorder:
+    def __init__(self, device: GpuDevice, out: Path, minutes: float) -> None:
         """Make the folder; with its meta.json it is a recording, though one without rows.
 
         Only what a GpuDevice measured is called recorded. Otherwise the device's name, and so the folder's,
         that of every trace and of the profile, begins with "modelled".
         """
-        facts, recorded = device.facts(), type(device) is GpuDevice
+        self.device, self.deadline = device, time.monotonic() + 60 * minutes
+        facts, evidence = device.facts(), "recorded" if type(device) is GpuDevice else "modelled"
+        name = facts["device"] if evidence == "recorded" else f"modelled {facts['device']}"
         date = datetime.datetime.now(datetime.UTC).date().isoformat()
-        name = facts["device"] if recorded else f"modelled {facts['device']}"
-        meta = {"format": recordings.FORMAT, "evidence": "recorded" if recorded else "modelled"} | facts
-        meta |= {"device": name, "torch": torch.__version__, "host": device_name(), "date": date,
-                 "planned": list(PARTS), "reached": [], "done": [], "skipped": [], "seconds": {},
-                 "problems": []}  # fmt: skip
-        folder = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") + f"-{date}"
-        paths = (out / (folder + suffix) for suffix in ("", *(f"-{n}" for n in range(2, 1000))))
-        path = next(path for path in paths if not path.exists())
-        (path / "traces").mkdir(parents=True)
-        recorder = cls(device, path, meta, time.monotonic() + 60 * minutes)
-        recorder.save()
-        return recorder
+        self.meta = {"format": recordings.FORMAT, "evidence": evidence, **facts, "device": name, "date": date,
+                "torch": torch.__version__, "host": device_name(),
+                "parts": dict.fromkeys(PARTS, "not reached"), "skipped": [], "problems": []}  # fmt: skip
+        folder = f"{re.sub('[^a-z0-9]+', '-', name.lower()).strip('-')}-{date}"
+        names = chain([folder], (f"{folder}-{n}" for n in count(2)))
+        self.path = next(out / name for name in names if not (out / name).exists())
+        (self.path / "traces").mkdir(parents=True)
+        self.save()
 
     def save(self) -> None:
         part = self.path / "meta.json.part"
         part.write_text(json.dumps(self.meta, indent=1) + "\n", encoding="utf-8")
         part.replace(self.path / "meta.json")
 
-    def skip(self, part: str, why: str) -> None:
-        if [part, why] not in self.meta["skipped"]:
-            self.meta["skipped"].append([part, why])
-            self.save()
-
-    def problem(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
-        self.meta["problems"].append(text)
+    def note(self, what: str, text: str) -> None:
+        """Add to "skipped" or "problems" what is not there yet; a problem is printed."""
+        if text in self.meta[what]:
+            return
+        self.meta[what].append(text)
         self.save()
+        if what == "problems":
+            print(text, file=sys.stderr, flush=True)
 
     def cases(self, part: str, cases: Sequence) -> Iterator:
         """Hand out the cases of a part while there is time."""
-        self.meta["reached"].append(part)
+        self.meta["parts"][part] = "cut short"
         self.save()
         for i, case in enumerate(cases):
             if time.monotonic() > self.deadline:
-                return self.skip(part, f"{len(cases) - i} of {len(cases)} cases, time was up")
+                return self.note("skipped", f"{part}: {len(cases) - i} of {len(cases)} cases, time was up")
             yield case
-        self.meta["done"].append(part)
+        self.meta["parts"][part] = "done"
         self.save()
 
     def write(self, table: str, rows: Sequence[dict]) -> None:
@@ -237,82 +235,29 @@ class Recorder:
         with open(self.path / f"{table}.jsonl", "a", encoding="utf-8") as file:
             file.write(lines)
 
-    def count(self, ways: dict[str, Way], case: str) -> dict[str, tuple[Counted, dict]]:
-        """Counted and predicted launches of every way; a difference seen twice is a problem."""
-        found, result = count_launches(self.device.trace(ways, repeats=3)), {}
+    def count(self, ways: dict[str, Way], case: str) -> dict[str, dict]:
+        """`count_launches`, and "predicted", of every way; one that differs from it is a problem."""
+        found = count_launches(self.device.trace(ways, repeats=3))
         for name, way in ways.items():
-            predicted, counted = dict(Counter(x.kind for x in way.launches())), found.get(name)
-            if counted is None or predicted != counted.kinds:  # the profiler may have lost an event
-                counted = count_launches(self.device.trace({name: way}, repeats=1))[name]
-            if predicted != counted.kinds:
-                text = f"{case}, {name}: predicted {predicted}, counted {counted.kinds}"
-                self.problem("\n  ".join([text, *self.suspects(way)]))
-            result[name] = counted, {"predicted": predicted, "counted": counted.kinds}
-        return result
+            found[name]["predicted"] = way.predicted
+            if way.predicted != (counted := found[name]["counted"]):
+                text = f"{case}, {name}: predicted {way.predicted}, counted {counted}"
+                self.note("problems", "\n  ".join([text, *self.suspects(way)]))
+        return found
 
     def suspects(self, way: Way) -> list[str]:
         """The pairs whose copy alone differs from its prediction, too, else all pairs; equal ones once."""
-        pairs = [(name, dst, src) for name, dst, src in way.pairs() if dst.numel()]
-        alone = {f"{i} {make.__name__}": make([dst], [src]) for i, (_, dst, src) in enumerate(pairs)
-                 for make in (copy_way, foreach_way)}  # fmt: skip
+        pairs = [pair for pair in way.pairs if pair[1].numel()]
+        alone = {f"{i} {fused}": copies([pairs[i][1]], [pairs[i][2]], fused)
+                 for i, fused in product(range(len(pairs)), (0, 1))}  # fmt: skip
         found = count_launches(self.device.trace(alone, repeats=1)) if alone else {}
-        wrong = {int(key.split()[0]) for key, each in alone.items()
-                 if Counter(x.kind for x in each.launches()) != found[key].kinds}  # fmt: skip
-        described = Counter(
-            f"{name}: {' <- '.join(f'{tuple(t.shape)} strides {t.stride()} {t.dtype}' for t in pair)}"
-            for i, (name, *pair) in enumerate(pairs)
+        wrong = {int(key.split()[0]) for key in alone if alone[key].predicted != found[key]["counted"]}
+        described = (
+            f"{name}: {' <- '.join(f'{tuple(t.shape)} strides {t.stride()} {t.dtype}' for t in tensors)}"
+            for i, (name, *tensors) in enumerate(pairs)
             if i in wrong or not wrong
         )
-        return [f"{times} x {text}" if times > 1 else text for text, times in described.items()]
-
-
-def copy_way(dsts: Sequence[Tensor], srcs: Sequence[Tensor]) -> Way:
-    def run() -> None:
-        for dst, src in zip(dsts, srcs):
-            dst.copy_(src)
-
-    return Way(run, lambda: [x for x in map(copy_launch, dsts, srcs) if x], lambda: _named(dsts, srcs))
-
-
-def foreach_way(dsts: list[Tensor], srcs: list[Tensor]) -> Way:
-    def run() -> None:
-        torch._foreach_copy_(dsts, srcs)
-
-    return Way(run, lambda: foreach_launches(dsts, srcs), lambda: _named(dsts, srcs))
-
-
-def in_turn(*ways: Way) -> Way:
-    """The given ways one after the other."""
-
-    def run() -> None:
-        for way in ways:
-            way.run()
-
-    launches, pairs = (lambda part=part: [x for way in ways for x in way[part]()] for part in (1, 2))
-    return Way(run, launches, pairs)
-
-
-def _named(dsts: Sequence[Tensor], srcs: Sequence[Tensor]) -> list[tuple[str, Tensor, Tensor]]:
-    return [("tensor", *pair) for pair in zip(dsts, srcs)]
-
-
-def step_way(step: StepCopies, replay: bool = False) -> Way:
-    """The copies of one step, padding written anew; with `replay` both replays whole, graphs included."""
-    both = ((step.draft, step.draft_batch), (step.draft_extend, step.draft_extend_batch))
-
-    def run() -> None:
-        for runner, batch in both:
-            runner.last_plan = None  # as after a batch of another size: `launches` counts the padding, too
-            (runner.replay if replay else runner.copy_inputs)(batch)
-
-    def launches() -> list[Launch]:
-        return [x for runner, batch in both for x in (*runner.launches(batch), *[REPLAY] * replay)]
-
-    def pairs() -> list[tuple[str, Tensor, Tensor]]:
-        fields = ((runner.table, *runner.buffers.pairs(batch)) for runner, batch in both)
-        return [(f"{table}.{name}", d, s) for table, *lists in fields for d, s, name in zip(*lists)]
-
-    return Way(run, launches, pairs)
+        return list(dict.fromkeys(described))
 
 
 def steps_of(
@@ -322,157 +267,124 @@ def steps_of(
 
     model: the one to replay; without it only the copies of the inputs are tried.
     """
-    on = recorder.device.torch_device
-    first, steps = StepCopies.build(config, "per_copy", batch_size, on), {}
+    on, steps = recorder.device.torch_device, {}
+    first = StepCopies.build(config, "per_copy", batch_size, on)
     for name in STRATEGIES | BEYOND:
         try:
-            draft, draft_extend = (runner(config, name, on, model) for runner in RUNNERS)
+            draft = EagleDraftCudaGraphRunner(config, name, on, model)
+            draft_extend = EagleDraftExtendCudaGraphRunner(config, name, on, model)
             batches = draft.place(first.draft_batch), draft_extend.place(first.draft_extend_batch)
             step = StepCopies(draft, draft_extend, *batches)
-            way = step_way(step, replay=model is not None)
-            way.run()
-            way.launches()
+            step_way(step, replay=model is not None).run()
             steps[name] = step
         except Exception as error:
             if name == "per_copy":  # with which all others are compared
                 raise
-            recorder.skip(part, f"{name}, {config.layout}: {_reason(error)}")
+            recorder.note("skipped", f"{part}: {name}, {config.layout}: {_reason(error)}")
     return steps
 
 
-def record_steps(recorder: Recorder, plan: Plan) -> None:
-    cases = [(preset, "int64_seq_lens", size) for preset in plan.presets for size in plan.batch_sizes]
-    cases += [(plan.presets[0], "int32_seq_lens", size) for size in plan.batch_sizes[:2]]  # it converts
-    for preset, layout, batch_size in recorder.cases("steps", cases):
-        config = EagleConfig.preset(preset, layout=layout)
-        steps = steps_of(recorder, "steps", config, batch_size)
-        _record_runs(recorder, "steps", preset, steps, step_way, plan.rounds, calls=10)
+def record_runs(recorder: Recorder, plan: Plan, part: str) -> None:
+    """A row a strategy: the copies of a step ("steps"), or both replays whole, with their graphs."""
+    replay, on = part == "replays", recorder.device.torch_device
+    for preset, layout, batch_size in recorder.cases(part, getattr(plan, part)):
+        config, model = EagleConfig.preset(preset, layout=layout), None
+        if replay:
+            captured = (1 << (batch_size - 1).bit_length(),)
+            config = replace(config, capture_batch_sizes=captured, max_context_len=256)
+            model = DraftModel.random(config, on)
+        steps = steps_of(recorder, part, config, batch_size, model)
+        ways = {name: step_way(step, replay) for name, step in steps.items()}
+        timings = recorder.device.measure(ways, plan.rounds, calls=1 if replay else 10)
+        case, rows = f"{part}: {preset}, {layout}, batch {batch_size}", []
+        counts, expected = recorder.count(ways, case), results(steps["per_copy"], replay)
+        for name, step in steps.items():
+            found, padded = results(step, replay), step.draft.padded_batch_size(batch_size) > batch_size
+            equal = all(map(torch.equal, found, expected)) if found else None
+            if equal is False:
+                recorder.note("problems", f"{case}: {name} leaves other bits than per_copy")
+            saved = np.subtract(timings["per_copy"].gpu_us, timings[name].gpu_us)
+            row = {"preset": preset, "hidden_size": config.hidden_size, "layout": layout,
+                   "batch_size": batch_size, "padded": padded, "strategy": name, "equal": equal,
+                   "saved_us": np.percentile(saved, (25, 50, 75)).round(3).tolist()}  # fmt: skip
+            rows.append(row | _samples(timings[name]) | counts[name])
+        recorder.write(part, rows)
 
 
-def record_replays(recorder: Recorder, plan: Plan) -> None:
-    for preset, captured, batch_size in recorder.cases("replays", plan.replays):
-        config = EagleConfig.preset(preset, capture_batch_sizes=(captured,), max_context_len=256)
-        model = DraftModel.random(config, recorder.device.torch_device)
-        steps = steps_of(recorder, "replays", config, batch_size, model)
-        _record_runs(
-            recorder, "replays", preset, steps, partial(step_way, replay=True), 2 * plan.rounds, calls=1
-        )
+def results(step: StepCopies, replay: bool) -> list[Tensor]:
+    """The bits of both replays' outputs, or of what `copy_inputs` writes, padding included.
 
-
-def _record_runs(
-    recorder, part: str, preset: str, steps: dict, way_of: Callable, rounds: int, calls: int
-) -> None:
-    first = steps["per_copy"]
-    config, batch_size = first.draft.config, first.draft_batch.batch_size
-    case, rows, expected = f"{part}: {preset}, {config.layout}, batch {batch_size}", [], None
-    ways = {name: way_of(step) for name, step in steps.items()}
-    timings = recorder.device.measure(ways, rounds, calls)
-    counts = recorder.count(ways, case)
-    for name, step in steps.items():
-        bits, eager_error = _replayed(step) if part == "replays" else (_copied(step), None)
-        expected = expected or bits
-        equal = all(map(torch.equal, bits, expected)) if bits else None
-        if equal is False:
-            recorder.problem(f"{case}: {name} leaves other bits than per_copy")
-        timing, padded = timings[name], step.draft.padded_batch_size(batch_size) > batch_size
-        saved = [a - b for a, b in zip(timings["per_copy"].gpu_us, timing.gpu_us)]
-        row = {"preset": preset, "hidden_size": config.hidden_size, "layout": config.layout,
-               "batch_size": batch_size, "padded": padded, "strategy": name,
-               "host_us": _rounded(timing.host_us), "gpu_us": _rounded(timing.gpu_us),
-               "saved_us": _quartiles(saved), "equal": equal, "eager_error": eager_error}  # fmt: skip
-        rows.append(row | counts[name][1])
-    recorder.write(part, rows)
-
-
-def _copied(step: StepCopies) -> list[Tensor]:
-    """The bits that a graph reads and that matter: padding's, too, but of large fields, which no row needs.
-
-    An empty list where the strategy has graphs read elsewhere: "replays" compares its outputs.
+    None of the latter where the strategy has graphs read elsewhere than in the runners' buffers.
     """
-    if getattr(step.draft.strategy, "fixed_addresses", False):
-        return []
-    rows = []
-    for runner, batch in ((step.draft, step.draft_batch), (step.draft_extend, step.draft_extend_batch)):
-        captured = runner.padded_batch_size(batch.batch_size)
-        for f in runner.buffers.fields:
-            padded = f.pad is not None and not f.large
-            rows.append(runner.buffers.rows(f, captured if padded else batch.batch_size))
-    return _bits(rows)
-
-
-def _replayed(step: StepCopies) -> tuple[list[Tensor], float | None]:
-    """The bits of both replays' outputs, and their largest difference from the same without a graph.
-
-    None for the second where the graphs do not read the runners' own buffers.
-    """
-    outputs, error = [], 0.0
-    for runner, batch in ((step.draft, step.draft_batch), (step.draft_extend, step.draft_extend_batch)):
-        graph, padded = [t.clone() for t in runner.replay(batch)], runner.padded_batch_size(batch.batch_size)
-        outputs += graph
-        for a, b in zip(graph, runner.forward(runner.buffers.inputs(padded))):
-            error = max(error, float((a.double() - b[: len(a)].double()).abs().max()))
-    elsewhere = getattr(step.draft.strategy, "fixed_addresses", False)
-    return _bits(outputs), None if elsewhere or not math.isfinite(error) else error
+    tensors: list[Tensor] = []
+    for runner, batch in halves(step):
+        if replay:
+            tensors += map(torch.clone, runner.replay(batch))
+        elif not runner.fixed:
+            pads = runner.buffers.pads(batch, runner.padded_batch_size(batch.batch_size))
+            tensors += [*runner.buffers.pairs(batch)[0], *(dst for dst, _ in pads)]
+    return [t.contiguous().view(-1).view(torch.uint8) for t in tensors]
 
 
 def record_crossover(recorder: Recorder, plan: Plan) -> None:
-    on, few = recorder.device.torch_device, max(plan.rounds // 2, 3)
-    for n, dtype in recorder.cases("crossover", [(n, dtype) for n in plan.tensors for dtype in plan.dtypes]):
-        room = 0.9 * recorder.device.free_bytes() / 2
-        sizes = [size for size in plan.sizes if n * (size + 512) <= room]
-        if len(sizes) < len(plan.sizes):
-            recorder.skip("crossover", f"{n} tensors of {plan.sizes[len(sizes)]} bytes or more: no memory")
-        ways, timings, elements = {}, {}, max(sizes, default=0) // dtype.itemsize + 64
-        into, out_of = ([torch.zeros(elements, dtype=dtype, device=on) for _ in range(n)] for _ in range(2))
-        small = [[torch.zeros(64, dtype=dtype, device=on) for _ in range(8)] for _ in range(2)]
-        for size in sizes:
-            half = size // dtype.itemsize // 2
-            dsts, srcs = ([t[: 2 * half].view(2, half) for t in side] for side in (into, out_of))
-            # Two rows of a wider buffer: not contiguous as a pair, so `copy_` takes its elementwise kernel.
-            wider = [t.as_strided((2, half), (half + 16, 1)) for t in out_of]
-            of_size = {"memcpy": copy_way(dsts, srcs), "foreach": foreach_way(dsts, srcs),
-                       "elementwise": copy_way(dsts, wider)}  # fmt: skip
-            if n == 1:  # the choice that `dma_bytes` makes
-                of_size["in_group"] = foreach_way(small[0] + dsts, small[1] + srcs)
-                of_size["beside_group"] = in_turn(foreach_way(*small), copy_way(dsts, srcs))
-            of_size = {f"{size} {name}": way for name, way in of_size.items()}
-            timings |= recorder.device.measure(of_size, few, calls=10 if n * size < 2**24 else 2)
-            ways |= of_size
-        rows = []
-        for key, (counted, launches) in recorder.count(ways, f"crossover: {n} of {dtype}").items():
-            size, way = key.split()
-            row = {"dtype": str(dtype).removeprefix("torch."), "n": n, "bytes": int(size), "way": way,
-                   "host_us": _quartiles(timings[key].host_us), "gpu_us": _quartiles(timings[key].gpu_us),
-                   "device_us": counted.device_us, "op_us": round(counted.op_us, 3)}  # fmt: skip
-            rows.append(row | launches)
-        recorder.write("crossover", rows)
+    for n, dtype in recorder.cases("crossover", list(product(plan.tensors, plan.dtypes))):
+        recorder.write("crossover", list(crossover_rows(recorder, plan, n, dtype)))
+
+
+def crossover_rows(recorder: Recorder, plan: Plan, n: int, dtype: torch.dtype) -> Iterator[dict]:
+    room, on = 0.9 * recorder.device.free_bytes() / 2, recorder.device.torch_device
+    sizes = [size for size in plan.sizes if n * (size + 512) <= room]
+    if len(sizes) < len(plan.sizes):
+        too_large = plan.sizes[len(sizes)]
+        recorder.note("skipped", f"crossover: {n} tensors of {too_large} bytes or more: no memory")
+    elements = max(sizes, default=0) // dtype.itemsize + 64
+    into, out_of = torch.zeros(2, n, elements, dtype=dtype, device=on)
+    small = torch.zeros(2, 8, 64, dtype=dtype, device=on)
+    ways, timings = {}, {}
+    for size in sizes:
+        half = size // dtype.itemsize // 2
+        dsts, srcs = ([t[: 2 * half].view(2, half) for t in side] for side in (into, out_of))
+        # Two rows of a wider buffer: not contiguous as a pair, so `copy_` takes its elementwise kernel.
+        wider = [t.as_strided((2, half), (half + 16, 1), t.storage_offset()) for t in out_of]
+        of_size = {"memcpy": copies(dsts, srcs), "foreach": copies(dsts, srcs, fused=n),
+                   "elementwise": copies(dsts, wider)}  # fmt: skip
+        if n == 1:  # the choice that `dma_bytes` makes
+            grouped = [*small[0], *dsts], [*small[1], *srcs]
+            of_size |= {"in_group": copies(*grouped, fused=9), "beside_group": copies(*grouped, fused=8)}
+        of_size = {f"{size} {name}": way for name, way in of_size.items()}
+        timings |= recorder.device.measure(of_size, plan.rounds, calls=10 if n * size < 2**24 else 2)
+        ways |= of_size
+    for key, counts in recorder.count(ways, f"crossover: {n} of {dtype}").items():
+        size, way = key.split()
+        row = {"dtype": str(dtype).removeprefix("torch."), "n": n, "bytes": int(size), "way": way}
+        yield row | _samples(timings[key]) | counts
 
 
 def record_traces(recorder: Recorder, plan: Plan) -> None:
-    """One trace of three steps a strategy; one to fit a profile from: steps, and queues of memcpys."""
-    config, on = EagleConfig.preset(plan.presets[0]), recorder.device.torch_device
-    steps = steps_of(recorder, "traces", config, 8)
-    queue = [[torch.zeros(2**22, dtype=torch.uint8, device=on) for _ in range(8)] for _ in range(2)]
-    flag = torch.zeros(1, device=on)
-    # Its work ends a run of copies, so that every repetition is a burst of its own.
-    mark = Way(lambda: flag.fill_(0), lambda: [fill_launch(flag)], tuple)
-    calibration = {"8 memcpys of 4 MiB": in_turn(mark, copy_way(*queue))}
-    of_sizes = [("per_copy", size) for size in (5, 8, config.max_batch_size)]
-    for name, batch_size in (("grouped_foreach", 8), *of_sizes):
-        step = StepCopies.build(config, name, batch_size, on)
-        calibration[f"{name}, batch {batch_size}"] = in_turn(mark, step_way(step))
-    cases = {name: {name: step_way(step)} for name, step in steps.items()} | {"calibration": calibration}
+    """A trace of eight steps a strategy, and one to fit a profile from."""
+    config = EagleConfig.preset(plan.traced)
+    cases = {name: {name: step_way(step)} for name, step in steps_of(recorder, "traces", config, 8).items()}
+    cases["calibration"] = calibration(config, recorder.device.torch_device)
     for name in recorder.cases("traces", list(cases)):
-        path = recorder.path / "traces" / f"{name}.json.gz"
-        for repeats in (8 if name == "calibration" else 3, 1):
-            trace = recorder.device.trace(cases[name], repeats)
-            trace.attrs |= {key: recorder.meta[key] for key in ("device", "evidence")}
-            to_chrome_trace(trace, path)
-            if path.stat().st_size <= MAX_TRACE_BYTES:
-                break
-        else:
+        trace, path = recorder.device.trace(cases[name], 8), recorder.path / "traces" / f"{name}.json.gz"
+        trace.attrs |= {key: recorder.meta[key] for key in ("device", "evidence")}
+        to_chrome_trace(trace, path)
+        if path.stat().st_size > MAX_TRACE_BYTES:
             path.unlink()
-            recorder.skip("traces", f"{name}, one step of which is more than {MAX_TRACE_BYTES} bytes")
+            recorder.note("skipped", f"traces: {name}, more than {MAX_TRACE_BYTES} bytes")
+
+
+def calibration(config: EagleConfig, on: str) -> dict[str, Way]:
+    """Steps, and a queue of memcpys, each run of which begins after a fill or a foreach kernel: a burst."""
+    flag = torch.zeros(1, device=on)
+    ways = {
+        "fill": Way(partial(flag.fill_, 0), [fill_launch(flag)], []),
+        "8 memcpys of 4 MiB": copies(*torch.zeros(2, 8, 2**22, dtype=torch.uint8, device=on)),
+    }
+    padded = [("per_copy", size) for size in (5, config.max_batch_size - 1)]
+    for name, batch_size in (("grouped_foreach", 8), *padded):
+        ways[f"{name}, batch {batch_size}"] = step_way(StepCopies.build(config, name, batch_size, on))
+    return ways
 
 
 def record_profile(recorder: Recorder, plan: Plan) -> None:
@@ -485,45 +397,39 @@ def record_profile(recorder: Recorder, plan: Plan) -> None:
 def profile_of(recording: Recording) -> DeviceProfile:
     """Fit a profile from the calibration trace, and what it can only assume there from the crossover table.
 
-    The rate of a kernel is the median over single tensors of 64 KiB and more. It grows with size: a foreach
-    kernel has a block for every 65,536 elements.
+    The floor of a kernel comes from single tensors of at most 2 KiB, its rate from those of 64 KiB and more
+    (median; it grows with size), the host's share of a tensor in a foreach call from the slope over n.
     """
-    meta, one = recording.meta, recording.where("crossover", n=1)
-    where = f"{meta['device']}, driver {meta['driver']}, torch {meta['torch']}"
-    source = f"{meta['evidence']} by lib.record on {where}"
+    meta, found, small, large = recording.meta, {}, 2**11, 2**16
+    source = f"{meta['evidence']} by lib.record on {meta['device']}, driver {meta['driver']}"
+    source += f", torch {meta['torch']}"
     profile = fit_profile(recording.trace("calibration"), recording.path.name, source, meta["date"])
-    found: dict[str, tuple[pd.Series, str]] = {}
     for way in ("foreach", "elementwise"):
-        us = one["device_us"].str[1][one["way"] == way]
-        floor = us[one["bytes"] <= 2048].median()
-        large = us[(one["bytes"] >= 2**16) & (us > floor)]
-        found[f"{way}_floor_us"] = us[one["bytes"] <= 2048], "one tensor of at most 2 KiB"
-        found[f"{way}_gb_per_s"] = one["bytes"] / (large - floor) / 1e3, "one tensor of 64 KiB and more"
-    calls = recording.where("crossover", way="foreach")
-    calls = calls[(calls["bytes"] <= 2048) & calls["counted"].map(lambda kinds: kinds == {"foreach": 1})]
+        rows = recording.where("crossover", n=1, way=way)
+        us, size = rows["device_us"].map(np.median), rows["bytes"]
+        found[f"{way}_floor_us"] = floor = us[size <= small]
+        above = us[size >= large] - floor.median()
+        found[f"{way}_gb_per_s"] = size / above[above > 0] / 1e3
+    calls = recording.where("crossover", way="foreach", counted={"foreach": 1})
+    calls = calls[calls["bytes"] <= small]
     if calls["n"].nunique() > 1:
-        slope, start = np.polyfit(calls["n"].to_numpy(float), calls["op_us"].to_numpy(float), 1)
-        found["host_foreach_us"] = (
-            calls["op_us"] - slope * calls["n"],
-            "aten::_foreach_copy_ less its tensors",
-        )
-        found["host_foreach_tensor_us"] = (
-            ((calls["op_us"] - start) / calls["n"])[calls["n"] > 1],
-            "its slope over n",
-        )
+        n, op_us = calls["n"].astype(float), calls["op_us"].map(np.median)
+        slope, start = np.polyfit(n, op_us, 1)
+        found["host_foreach_us"] = op_us - slope * n
+        found["host_foreach_tensor_us"] = ((op_us - start) / n)[n > 1]
     figures = dict(profile.figures)
-    for name, (values, what) in found.items():
+    for name, values in found.items():
         if len(values := values.dropna().clip(lower=0)):
             low, middle, high = (float(values.quantile(q)) for q in (0.25, 0.5, 0.75))
-            figures[name] = Figure(middle, low, high, f"fitted: crossover table, {what}, n={len(values)}")
+            figures[name] = Figure(middle, low, high, f"fitted: crossover table, n={len(values)}")
     unknown = tuple(name for name in profile.unknown if figures[name] == profile.figures[name])
     return replace(profile, figures=figures, unknown=unknown)
 
 
 PARTS: dict[str, Callable[[Recorder, Plan], None]] = {
     "traces": record_traces,
-    "steps": record_steps,
-    "replays": record_replays,
+    "steps": partial(record_runs, part="steps"),
+    "replays": partial(record_runs, part="replays"),
     "crossover": record_crossover,
     "profile": record_profile,
 }
@@ -531,48 +437,44 @@ PARTS: dict[str, Callable[[Recorder, Plan], None]] = {
 
 def record(device: GpuDevice, out: Path, minutes: float = 6.0, plan: Plan | None = None) -> tuple[Path, int]:
     """Record what fits into the time; the folder made, and the exit status."""
-    recorder = Recorder.start(device, out, minutes)
-    try:
-        for part, run in PARTS.items():
-            began = time.monotonic()
-            try:
-                run(recorder, plan or Plan())
-            except torch.OutOfMemoryError as error:
-                recorder.skip(part, f"the rest, {_reason(error)}")
-            except Exception as error:  # the other parts are worth having
-                traceback.print_exc()
-                recorder.problem(f"{part}: {_reason(error)}")
-            recorder.meta["seconds"][part] = round(time.monotonic() - began, 1)
-            recorder.save()
-    except KeyboardInterrupt:
-        return recorder.path, 130
+    recorder = Recorder(device, out, minutes)
+    for part, run in PARTS.items():
+        try:
+            run(recorder, plan or Plan())
+        except KeyboardInterrupt:
+            return recorder.path, 130
+        except torch.OutOfMemoryError as error:
+            recorder.note("skipped", f"{part}: the rest, {_reason(error)}")
+        except Exception as error:  # the other parts are worth having
+            traceback.print_exc()
+            recorder.note("problems", f"{part}: {_reason(error)}")
     return recorder.path, int(bool(recorder.meta["problems"]))
 
 
 def summary(recording: Recording) -> str:
     """One screen: a line a strategy for batch 8 of the first preset, the crossovers, what is missing."""
-    meta, of = recording.meta, {"preset": Plan.presets[0], "layout": "int64_seq_lens"}
-    padded = {row.strategy: row.counted for row in recording.where("steps", batch_size=5, **of).itertuples()}
-    saved = recording.where("replays", batch_size=8, **of).set_index("strategy")["saved_us"]
-    lines = [recording.label(), f"driver {meta['driver']}, host {meta['host']}, {of['preset']}, batch 8", ""]
-    lines.append(f"{'':24}{'launches':>10}{'padded':>10}{'host us':>10}{'GPU us':>10}   saved us a step")
-    for row in recording.where("steps", batch_size=8, **of).itertuples():
-        counts = [sum(row.counted.values()), sum(padded.get(row.strategy, {}).values())]
-        low, middle, high = saved.get(row.strategy, (math.nan,) * 3)
-        times = "".join(f"{np.median(us):10.1f}" for us in (row.host_us, row.gpu_us))
-        lines.append(
-            f"{row.strategy:24}{counts[0]:10}{counts[1]:10}{times}{middle:8.1f} ({low:.1f} to {high:.1f})"
-        )
-    most = recording.where("crossover", n=65, way="foreach")["counted"]
-    held = {1: "yes", 2: "no"}.get(min((sum(kinds.values()) for kinds in most), default=0), "not recorded")
+    meta, of = recording.meta, {"preset": "llama3-8b", "layout": "int64_seq_lens"}
+    steps, padded, replays = (
+        recording.where(table, batch_size=batch_size, **of).set_index("strategy")
+        for table, batch_size in (("steps", 8), ("steps", 5), ("replays", 8))
+    )
+    columns = {"launches": steps["counted"].map(_total), "padded": padded["counted"].map(_total)}
+    columns |= {f"{column}, median": steps[column].map(np.median) for column in ("host_us", "gpu_us")}
+    columns |= {
+        f"saved_us, {what}": replays["saved_us"].str[i] for i, what in enumerate(("q1", "median", "q3"))
+    }
+    launches = recording.where("crossover", n=65, way="foreach")["counted"].map(_total)
+    in_one = "not recorded" if launches.empty else "yes" if launches.min() == 1 else "no"
     return "\n".join([
-        *lines,
+        recording.label(),
+        f"driver {meta['driver']}, host {meta['host']}; steps of {of['preset']}, batch 8; padded: batch 5",
+        pd.DataFrame(columns, steps.index, dtype=float).round(1).to_string(),
         f"reported by sglang pull request 28465, for a GPU and model not named: {REPORTED_SAVING_US} us",
-        f"dma_bytes: {recording.dma_bytes() or 'no crossover recorded'}; 65 tensors in one launch: {held}",
+        f"dma_bytes: {recording.dma_bytes()}; 65 tensors in one launch: {in_one}",
         f"profile: {recording.profile.label() if recording.profile else 'none'}",
         *(f"missing: {what[:150]}" for what in recording.missing[:10]),
         *(f"PROBLEM: {text.splitlines()[0][:150]}" for text in meta["problems"][:5]),
-        f"{len(meta['problems'])} problems; {sum(meta['seconds'].values()):.0f} s; {recording.path}",
+        f"{len(recording.missing)} missing, {len(meta['problems'])} problems; {recording.path}",
     ])  # fmt: skip
 
 
@@ -580,17 +482,12 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:160]}"
 
 
-def _rounded(values: Sequence[float]) -> list[float]:
-    return [round(float(value), 3) for value in values]
+def _samples(timing: Timing) -> dict[str, list[float]]:
+    return {"host_us": np.round(timing.host_us, 3).tolist(), "gpu_us": np.round(timing.gpu_us, 3).tolist()}
 
 
-def _quartiles(samples: Sequence[float]) -> list[float]:
-    low, high = quartiles(tuple(samples))
-    return _rounded((low, float(np.median(samples)), high))
-
-
-def _bits(tensors) -> list[Tensor]:
-    return [t.contiguous().clone().view(-1).view(torch.uint8) for t in tensors]
+def _total(kinds: dict[str, int]) -> int:
+    return sum(kinds.values())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 
 from lib.device_model import DeviceProfile
@@ -19,26 +21,24 @@ from lib.routes import Launch
 from lib.step import HOST_COPIES
 from lib.strategies import DEFAULT_DMA_BYTES, RoutedCopy, with_dma_bytes
 from lib.timing import Timing
-from lib.traces import DEVICE_KINDS, HOST_KINDS, load_trace
+from lib.traces import load_trace
 
 RECORDINGS = Path(__file__).resolve().parent.parent / "data" / "recordings"
 FORMAT = 1
 
-# predicted and counted: launches by kind, {"memcpy": 7}.
-# Runs, a row a strategy. host_us, gpu_us: samples. saved_us: quartiles of per_copy's GPU time less this,
-# round by round. equal: whether the bits are per_copy's; of the buffers in steps, null where graphs read
-# elsewhere; of the outputs in replays.
-RUNS = ("preset", "hidden_size", "layout", "batch_size", "padded", "strategy", "host_us", "gpu_us",
-        "saved_us", "predicted", "counted", "equal", "eager_error")  # fmt: skip
+# host_us, gpu_us: samples, as of `timing.Timing`. predicted, counted: launches by kind, {"memcpy": 7}; and of
+# a few counted calls device_us, the sum of their work on the device, and op_us, the operator that launched.
+MEASURED = ("host_us", "gpu_us", "device_us", "op_us", "predicted", "counted")
+# A row a strategy. saved_us: quartiles of per_copy's GPU time less this, round by round. equal: whether the
+# bits are per_copy's; of what was copied in steps (null where graphs read elsewhere), of outputs in replays.
+RUNS = ("preset", "hidden_size", "layout", "batch_size", "padded", "strategy", "saved_us", "equal", *MEASURED)
 TABLES = {
     "steps": RUNS,  # copy_inputs of both runners
-    "replays": RUNS,  # replay of both runners; eager_error: largest difference from eager ones
-    # A row a way of copying n tensors of `bytes` bytes. host_us, gpu_us and device_us, the sum of its work on
-    # the device: quartiles. op_us: the sum of its operators. Ways are those of WAYS, and for one tensor
-    # "in_group" and "beside_group": in a foreach call with 8 small ones, or by a memcpy after that call.
-    "crossover": ("dtype", "n", "bytes", "way", "host_us", "gpu_us", "device_us", "op_us", "predicted",
-                  "counted"),
-}  # fmt: skip
+    "replays": RUNS,  # replay of both runners
+    # A row a way of copying n tensors of `bytes` bytes: those of WAYS, and for one tensor "in_group" and
+    # "beside_group", in a foreach call with 8 small ones, or by a memcpy after that call.
+    "crossover": ("dtype", "n", "bytes", "way", *MEASURED),
+}
 WAYS = {
     "memcpy": "driver memcpy",
     "foreach": "fused foreach kernel",
@@ -69,10 +69,9 @@ class Recording:
 
     @property
     def missing(self) -> list[str]:
-        """What a full recording has and this one lacks, one sentence each; empty for a full one."""
-        lacks = [f"{what}: not reached" for what in self.meta["planned"] if what not in self.meta["reached"]]
-        lacks += [f"{what}: cut short" for what in self.meta["reached"] if what not in self.meta["done"]]
-        return lacks + [f"{what}: {why}" for what, why in self.meta["skipped"]]
+        """What a full recording has and this one lacks, one sentence each."""
+        parts = self.meta["parts"].items()
+        return [f"{part}: {state}" for part, state in parts if state != "done"] + self.meta["skipped"]
 
     @property
     def profile(self) -> DeviceProfile | None:
@@ -90,20 +89,16 @@ class Recording:
         return table
 
     def lanes(self, strategy: str) -> dict[str, pd.DataFrame]:
-        """The shortest step of a strategy's trace for `plots.timeline`: a host lane, a lane a stream."""
+        """The shortest step of a strategy's trace for `plots.timeline`: a lane a host thread or stream."""
         table = self.trace(strategy)
         steps = table[table.kind == "annotation"].sort_values("start_us")
         start = steps.start_us[steps.dur_us.idxmin()]
         stop = steps.start_us[steps.start_us > start].min()  # NaN after the last one
-        table = table[(table.start_us >= start) & ~(table.start_us >= stop)]
-        table = table.assign(start_us=table.start_us - start)
-        host = table[table.kind.isin(HOST_KINDS) & (table.kind != "annotation")]
-        host = host.assign(kind=host.name.map(HOST_COPIES).fillna(host.kind))
-        work = table[table.kind.isin(DEVICE_KINDS)]
-        device = self.meta["device"]  # says modelled itself where it is
-        on = device if self.evidence == "modelled" else f"recorded {device}"
-        lanes = {f"host · {on}": host}
-        return lanes | {f"{track} · {on}": each for track, each in work.groupby("track", observed=True)}
+        table = table[(table.start_us >= start) & ~(table.start_us >= stop) & (table.kind != "annotation")]
+        kind = table.name.astype(object).map(HOST_COPIES).fillna(table.kind.astype(object))
+        tracks = table.assign(start_us=table.start_us - start, kind=kind).groupby("track", observed=True)
+        on = f"{self.evidence} {self.meta['device'].removeprefix('modelled ')}"
+        return {f"{track} · {on}": events for track, events in tracks}
 
     def where(self, table: str, **values: object) -> pd.DataFrame:
         """The rows of a table that have these values, e.g. where("steps", batch_size=8)."""
@@ -119,20 +114,20 @@ class Recording:
 
     def launches(self, **values: object) -> dict[str, list[Launch]]:
         """Launches by strategy that the profiler counted in a case of "steps", for `plots.launch_counts`."""
+        rows = self.where("steps", **values)
         return {
-            row.strategy: [Launch(k, 1, 0, "counted") for k, n in row.counted.items() for _ in range(n)]
-            for row in self.where("steps", **values).itertuples()
+            row.strategy: [Launch(kind, 1, 0, "counted") for kind in Counter(row.counted).elements()]
+            for row in rows.itertuples()
         }
 
     def crossover_lines(self, n: int = 1, dtype: str = "int16", column: str = "device_us") -> dict:
         """Bytes of each of n tensors, and median us of moving them, by way, for `plots.curves`."""
-        rows = self.where("crossover", n=n, dtype=dtype)
-        lines = {name: rows[rows["way"] == way].sort_values("bytes") for way, name in WAYS.items()}
-        return {
-            name: (line["bytes"].tolist(), line[column].str[1].tolist())
-            for name, line in lines.items()
-            if len(line)
-        }
+        lines = {}
+        for way, name in WAYS.items():
+            rows = self.where("crossover", n=n, dtype=dtype, way=way).sort_values("bytes")
+            if len(rows):
+                lines[name] = rows["bytes"].tolist(), rows[column].map(np.median).tolist()
+        return lines
 
     def dma_bytes(self) -> int | None:
         """From this size on a memcpy of its own is at least as fast on the GPU as a place in the group.
@@ -140,17 +135,13 @@ class Recording:
         That is, beside 8 small tensors, at this and every larger size recorded, and for every dtype recorded.
         None where that was not recorded, or where the group won at the largest size.
         """
-        rows = self.tables["crossover"]
-        crossings = []
-        rows = rows[rows["way"].isin(("in_group", "beside_group"))]
-        for _, of_dtype in rows.assign(us=rows["gpu_us"].str[1]).groupby("dtype"):
-            us = of_dtype.pivot_table(index="bytes", columns="way", values="us")
-            group_wins = us.index[us["beside_group"] > us["in_group"]].max()  # NaN where it never does
-            above = us.index[~(us.index <= group_wins)]
-            if above.empty:
-                return None
-            crossings.append(int(above.min()))
-        return max(crossings, default=None)
+        sizes = []
+        for _, rows in self.tables["crossover"].groupby("dtype"):
+            of_way = (rows[rows["way"] == way].set_index("bytes") for way in ("in_group", "beside_group"))
+            in_group, beside = (of_size["gpu_us"].map(np.median).sort_index() for of_size in of_way)
+            group_wins = (beside > in_group)[::-1].cummax()  # at this size or at a larger one
+            sizes.append(group_wins.index[~group_wins].min())
+        return int(max(sizes)) if sizes and not np.isnan(sizes).any() else None
 
 
 def load(recording: str | Path) -> Recording:
@@ -181,20 +172,20 @@ def _table(path: Path, columns: tuple[str, ...]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["evidence", *columns])
 
 
-def find(device: str | None = None, modelled: bool = False, folder: Path | None = None) -> list[Recording]:
-    """The recordings of a folder, data/recordings/ by default, newest first.
+def find(device: str | None = None) -> list[Recording]:
+    """What GPUs recorded in data/recordings/, that of this name if given, newest first; nothing modelled.
 
-    device: only those of the device of this name. modelled: those, too, that a stand-in made. A recording
-    that cannot be read is left out with a warning.
+    A recording that cannot be read is left out with a warning.
     """
     found = []
-    for meta in (folder or RECORDINGS).glob("*/meta.json"):
+    for meta in RECORDINGS.glob("*/meta.json"):
         try:
-            found.append(load(meta.parent))
+            recording = load(meta.parent)
         except ValueError as error:
             warnings.warn(str(error), stacklevel=2)
-    found = [r for r in found if modelled or r.evidence == "recorded"]
-    found = [r for r in found if device in (None, r.meta["device"])]
+            continue
+        if recording.evidence == "recorded" and device in (None, recording.meta["device"]):
+            found.append(recording)
     return sorted(found, key=lambda r: (r.meta["date"], r.path.name), reverse=True)
 
 
@@ -208,8 +199,7 @@ def choose(recording: str | Path = "auto", device: str | None = None) -> Recordi
         return None
     if recording != "auto":
         return load(recording)
-    every = find()
-    return next((r for r in every if r.meta["device"] == device), every[0] if every else None)
+    return next(iter(find(device) or find()), None)
 
 
 def describe(recording: Recording | None) -> str:

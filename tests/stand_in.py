@@ -29,7 +29,7 @@ class StandIn(GpuDevice):
         self._played = lru_cache(maxsize=4096)(self._simulate)  # one step is played many times
 
     def facts(self) -> dict[str, object]:
-        return {"device": self.profile.device, "driver": "none", "memory_bytes": self.free}
+        return {"device": self.profile.device, "driver": "none"}
 
     def free_bytes(self) -> int:
         return self.free
@@ -39,7 +39,7 @@ class StandIn(GpuDevice):
         noise = 1 + 0.02 * np.sin(np.arange(rounds))
         timings = {}
         for name, way in ways.items():
-            table = self._play(way.launches())
+            table = self._play(way.launches)
             end, host = table["start_us"] + table["dur_us"], table["thread"] >= 0
             timings[name] = Timing(name, tuple(end[host].max() * noise), tuple(end.max() * noise))
         return timings
@@ -47,20 +47,17 @@ class StandIn(GpuDevice):
     def trace(self, ways: dict[str, Way], repeats: int) -> pd.DataFrame:
         self._tick()
         tables, now = [], 0.0
-        for name, way in ways.items():
-            played = self._play(way.launches())
+        for name, way in list(ways.items()) * repeats:
+            played = self._play(way.launches)
             end = played["start_us"] + played["dur_us"]
             on_host = {"kind": "annotation", "track": "host 0", "stream": -1, "thread": 0, "correlation": -1}
             host_us = end[played["thread"] >= 0].max()
             span = on_host | {"name": name, "start_us": 0.0, "dur_us": host_us}
             text = dict.fromkeys(("name", "kind", "track"), object)
             one = pd.concat([pd.DataFrame([span]), played.astype(text)])
-            for _ in range(repeats):
-                shifted = one["correlation"].where(
-                    one["correlation"] < 0, one["correlation"] + 1000 * len(tables)
-                )
-                tables.append(one.assign(start_us=one["start_us"] + now, correlation=shifted))
-                now += end.max() + 50
+            own = one["correlation"].where(one["correlation"] < 0, one["correlation"] + 1000 * len(tables))
+            tables.append(one.assign(start_us=one["start_us"] + now, correlation=own))
+            now += end.max() + 50
         table = pd.concat(tables).sort_values("start_us", kind="stable", ignore_index=True)
         types = {"name": "category", "kind": pd.CategoricalDtype(list(KINDS)), "track": "category"}
         table = table.astype(types | {"correlation": "int64", "bytes": float})

@@ -41,7 +41,7 @@ def model() -> DraftModel:
 
 @pytest.fixture
 def recorder(tmp_path) -> record.Recorder:
-    return record.Recorder.start(record.GpuDevice(), tmp_path, minutes=5)
+    return record.Recorder(record.GpuDevice(), tmp_path, minutes=5)
 
 
 def or_skip(strategy: str, act):
@@ -132,7 +132,7 @@ def test_predicted_launches_of_a_step_are_those_counted(layout, batch_size, reco
     assert set(steps) >= {"per_copy", "grouped_foreach", "grouped_foreach_dma"}
     counts = recorder.count({name: record.step_way(step) for name, step in steps.items()}, "step")
     assert recorder.meta["problems"] == []
-    assert sum(counts["per_copy"][0].kinds.values()) == (16 if batch_size == 8 else 30)
+    assert sum(counts["per_copy"]["counted"].values()) == (16 if batch_size == 8 else 30)
 
 
 def test_predicted_launches_of_a_replay_are_those_counted(model, recorder):
@@ -140,7 +140,7 @@ def test_predicted_launches_of_a_replay_are_those_counted(model, recorder):
     ways = {name: record.step_way(step, replay=True) for name, step in steps.items()}
     counts = recorder.count(ways, "replay")
     assert recorder.meta["problems"] == []
-    assert all(counted.kinds["graph"] == 2 for counted, _ in counts.values())
+    assert all(found["counted"]["graph"] == 2 for found in counts.values())
 
 
 def odd_pairs() -> dict[str, tuple[Tensor, Tensor]]:
@@ -172,16 +172,16 @@ def odd_pairs() -> dict[str, tuple[Tensor, Tensor]]:
 
 def test_predicted_routes_of_single_copies_are_those_counted(recorder):
     cases = odd_pairs()
-    ways = {f"copy_ {name}": record.copy_way([dst], [src]) for name, (dst, src) in cases.items()}
+    ways = {f"copy_ {name}": record.copies([dst], [src]) for name, (dst, src) in cases.items()}
     fusable = [name for name in cases if name not in ("empty", "uint16")]
-    ways |= {f"foreach {name}": record.foreach_way(*([t] for t in cases[name])) for name in fusable}
+    ways |= {f"foreach {name}": record.copies(*([t] for t in cases[name]), fused=1) for name in fusable}
     together = {"broken by one slice": ["contiguous", "large", "slice of wider rows"],
                 "whole": ["contiguous", "large", "whole rows"]}  # fmt: skip
     for what, names in together.items():
-        ways[what] = record.foreach_way(*(list(side) for side in zip(*(cases[name] for name in names))))
+        ways[what] = record.copies(*zip(*(cases[name] for name in names)), fused=len(names))
     counts = recorder.count(ways, "single")
     assert recorder.meta["problems"] == []
-    assert counts["whole"][0].kinds == {"foreach": 1}
+    assert counts["whole"]["counted"] == {"foreach": 1}
 
 
 def test_one_launch_holds_64_tensors_or_what_this_build_is_inferred_to_hold(recorder):
@@ -189,10 +189,10 @@ def test_one_launch_holds_64_tensors_or_what_this_build_is_inferred_to_hold(reco
     ways = {}
     for n in (64, 65):
         tensors = [torch.zeros(8, dtype=torch.int64, device="cuda") for _ in range(n)]
-        ways[str(n)] = record.foreach_way(tensors, [t.clone() for t in tensors])
+        ways[str(n)] = record.copies(tensors, [t.clone() for t in tensors], fused=n)
     counts = recorder.count(ways, "limit")
-    assert counts["64"][0].kinds == {"foreach": 1}
-    assert counts["65"][0].kinds == {"foreach": 1 if foreach_limits().tensors >= 65 else 2}
+    assert counts["64"]["counted"] == {"foreach": 1}
+    assert counts["65"]["counted"] == {"foreach": 1 if foreach_limits().tensors >= 65 else 2}
 
 
 def test_mixed_destinations_of_one_source_dtype_by_release():
@@ -219,8 +219,8 @@ def test_fills_are_one_kernel_each(recorder):
     t = torch.ones(64, device="cuda")
     fill = Launch("fill", 1, t.nbytes, "one fill", "fill_")
     ways = {
-        "fill_": record.Way(lambda: t.fill_(3), lambda: [fill], tuple),
-        "zero_": record.Way(lambda: t.zero_(), lambda: [fill], tuple),
+        "fill_": record.Way(lambda: t.fill_(3), [fill], []),
+        "zero_": record.Way(lambda: t.zero_(), [fill], []),
     }
     recorder.count(ways, "fills")
     assert recorder.meta["problems"] == []
