@@ -20,7 +20,7 @@ NEW_TOKENS = 24
 # Two ways of summing the same float32 logits differ by less than this; a token whose logit leads by less may
 # come out otherwise, and the comparison says so instead of failing.
 ROUNDING = 1e-4
-PINNED_ACCEPTANCE = {1: 2.59, 2: 2.89, 4: 3.11}
+PINNED_ACCEPTANCE = {1: 2.82, 2: 3.25, 4: 3.44}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -174,8 +174,9 @@ class Skip:
 
 
 def test_a_skipped_copy_lowers_acceptance_and_never_changes_the_text():
-    prompts, tokens, _ = (each[:24] for each in reference())
-    whole = acceptance(generate(make_worker(), prompts))
+    """Prompt by prompt, against the run with all copies: more steps, by over twice the error of the mean."""
+    prompts, tokens, _ = reference()
+    whole = [len(r.accept_lengths) for r in generate(make_worker(), prompts)]
     for runner in ("draft", "extend"):
         fields = [f for f in getattr(make_worker(), runner).buffers.fields if not f.host]
         for f in fields:
@@ -183,9 +184,12 @@ def test_a_skipped_copy_lowers_acceptance_and_never_changes_the_text():
             getattr(worker, runner).strategy = Skip(f.name)
             requests = generate(worker, prompts)
             assert [r.output for r in requests] == tokens, f.name
-            # The optional fields feed attention metadata alone: see test_eagle_runners.
-            fall = whole - acceptance(requests)
-            assert fall > 0.03 if f.required else fall == 0, (runner, f.name, fall)
+            more = [len(r.accept_lengths) - steps for r, steps in zip(requests, whole)]
+            error = statistics.stdev(more) / len(more) ** 0.5
+            if f.required:
+                assert statistics.mean(more) > 2 * error, (runner, f.name, statistics.mean(more), error)
+            else:  # feeds attention metadata alone: see test_eagle_runners
+                assert not any(more), (runner, f.name)
 
 
 def test_bfloat16_differs_only_where_the_choice_was_close():

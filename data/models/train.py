@@ -22,7 +22,7 @@ from lib.eagle.model import EagleHead, TargetModel, causal_attention
 HERE = Path(__file__).resolve().parent
 SEED = 20260617
 CONTEXT, BATCH = 128, 24
-TARGET_STEPS, HEAD_STEPS, UNROLL = 900, 650, 3
+TARGET_STEPS, HEAD_STEPS, UNROLL = 900, 1000, 3
 
 TEMPLATES = (
     "{name} ships {n} crates of {good} from {city}, seal {code}",
