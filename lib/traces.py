@@ -6,7 +6,7 @@ Read are Kineto / Chrome JSON (`torch.profiler`, plain or gzip) and Nsight Syste
     name, kind (see KINDS), track ("host 1234", "stream 7"; with the process or the device where the file has
     several), stream and thread (int64, -1 where they do not apply), start_us (from the first event), dur_us,
     bytes (float, NaN where the trace does not tell), correlation (int64; a host call and the device work that
-    it launched share one; -1 for none).
+    it launched share one, unique in the file; -1 for none).
 
 `table.attrs` says where it came from: source, device, evidence ("recorded", "measured" or "modelled"),
 resolution_us (1.0 where the file holds whole microseconds) and left_out, a list of sentences.
@@ -22,11 +22,12 @@ import os
 import re
 import sqlite3
 import tempfile
-import warnings
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from decimal import Decimal
+from decimal import Context, Decimal
+from functools import lru_cache
+from itertools import repeat
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
@@ -42,7 +43,6 @@ except ImportError:  # the standard json module then does the same work, several
 if TYPE_CHECKING:
     import torch
 
-COLUMNS = ("name", "kind", "track", "stream", "thread", "start_us", "dur_us", "bytes", "correlation")
 KINDS = {
     "host_op": "an operator on the host, such as aten::copy_",
     "runtime": "a CUDA runtime or driver call",
@@ -58,6 +58,15 @@ KINDS = {
 }
 HOST_KINDS = ("host_op", "runtime", "annotation")
 DEVICE_KINDS = tuple(kind for kind in KINDS if kind not in HOST_KINDS)
+COLUMN_TYPES = {
+    "name": "category",
+    "kind": pd.CategoricalDtype(list(KINDS)),
+    "track": "category",
+    **dict.fromkeys(("stream", "thread"), "int64"),
+    **dict.fromkeys(("start_us", "dur_us", "bytes"), "float64"),
+    "correlation": "int64",
+}
+COLUMNS = tuple(COLUMN_TYPES)
 
 # Categories in lower case, with the spellings of earlier years; "graph" is what to_chrome_trace writes.
 CATEGORIES = {
@@ -83,36 +92,49 @@ NSYS_COLUMNS = (
     "globalTid", "globalPid", "deviceId", "streamId", "correlationId", "bytes", "copyKind",
     "nameId", "textId", "text", "demangledName",
 )  # fmt: skip
+# globalTid and globalPid hold process and thread, 24 bits each; correlations count from 1 in every process.
 NSYS_QUERY = """
     SELECT '{category}',
         COALESCE({text}, StringIds.value, 'Memcpy ' || CASE {copyKind} WHEN 1 THEN 'HtoD' WHEN 2 THEN 'DtoH'
             WHEN 8 THEN 'DtoD' WHEN 10 THEN 'PtoP' END, '{category}'),
-        [start], [end] - [start], ({task} >> 24) & 0xFFFFFF, {task} & 0xFFFFFF,
-        {deviceId}, {streamId}, COALESCE({correlationId}, 0), {bytes}
+        [start], [end] - [start], {task} >> 24 & 0xFFFFFF, {task} & 0xFFFFFF, {deviceId}, {streamId},
+        CASE WHEN {correlationId} > 0 THEN ({task} >> 24 & 0xFFFFFF) << 32 | {correlationId} END, {bytes}
     FROM {table} LEFT JOIN StringIds ON StringIds.id = COALESCE({nameId}, {textId}, {demangledName})"""
 
-_BLOCK = 4 << 20  # JSON text decoded at a time
+_BLOCK = 1 << 19  # JSON text decoded at a time
 _LIST_START = re.compile(rb'\A\s*\[|"traceEvents"\s*:\s*\[')
 _BETWEEN_EVENTS = re.compile(rb"\}\s*,\s*\{")
-_ABSENT = np.iinfo(np.int64).min
+_EXACT = Context(prec=40, traps=[])  # 1.7e15 us since 1970: a double would round ts to 0.25 us
+_NAN = Decimal("nan")
 
-_INTEGERS = ("device", "stream", "correlation", "bytes")
-
+# An event as the readers hand it on; an integer that is absent is -1.
+_FIELDS = ("cat", "name", "ts", "dur", "pid", "tid")
+_ARGS = ("device", "stream", "correlation", "bytes")
 if msgspec is not None:  # only the needed fields, typed
-    _Args = msgspec.defstruct("_Args", [(field, int, _ABSENT) for field in _INTEGERS], frozen=True, gc=False)
-    _NO_ARGS = _Args()
-    _Event = msgspec.defstruct(
-        "_Event",
-        [(field, str, "") for field in ("ph", "cat", "name")]
-        # 1.7e15 us since 1970: a double would round ts to 0.25 us, so its text is kept
-        + [("ts", msgspec.Raw, msgspec.Raw(b"nan")), ("dur", float, math.nan), ("args", _Args, _NO_ARGS)]
-        + [("pid", int | str, _ABSENT), ("tid", int | str, _ABSENT)],
-        gc=False,
-    )
-    _Trace = msgspec.defstruct(
-        "_Trace", [("traceEvents", list[_Event]), ("deviceProperties", list, []), ("evidence", str, "")]
-    )
+
+    class _Args(msgspec.Struct, frozen=True, gc=False):
+        device: int = -1
+        stream: int = -1
+        correlation: int = -1
+        bytes: int = -1
+
+    class _Event(msgspec.Struct, gc=False):
+        ph: str = ""
+        cat: str = ""
+        name: str = ""
+        ts: Decimal = _NAN
+        dur: float = math.nan
+        pid: int | str = -1
+        tid: int | str = -1
+        args: _Args = _Args()
+
+    class _Trace(msgspec.Struct):
+        traceEvents: list[_Event]
+        deviceProperties: list | None = None
+        evidence: str = ""
+
     _DECODER = msgspec.json.Decoder(_Trace | list[_Event])
+    _COLUMNS = [attrgetter(field) for field in (*_FIELDS, *(f"args.{field}" for field in _ARGS))]
 
 
 def load_trace(path: str | os.PathLike) -> pd.DataFrame:
@@ -122,8 +144,8 @@ def load_trace(path: str | os.PathLike) -> pd.DataFrame:
     cannot be placed (no, a negative or a non-finite duration, no stream, a category not in CATEGORIES) is
     left out, and `attrs["left_out"]` says how many.
 
-    JSON is decoded in blocks of 4 MiB, so memory goes with the table rather than the text: a file of 1 GB
-    grows the process by 1.6 times the file's size at the peak (benchmarks/trace_loading.py --gigabytes 1).
+    JSON is decoded in blocks of 512 KiB, so memory goes with the table rather than the text: a file of 1 GB
+    grows the process by 1.4 times the file's size at the peak (benchmarks/trace_loading.py --gigabytes 1).
 
     Raises:
         FileNotFoundError: no such file.
@@ -137,9 +159,9 @@ def load_trace(path: str | os.PathLike) -> pd.DataFrame:
         raise ValueError(f"{path}: the file is empty")
     try:
         if magic.startswith(b"SQLite format 3"):
-            return _collect([_nsys_columns(path)], path, microseconds=1e-3)
+            return _table([_read_nsys(path)], path, microseconds=1e-3)
         with (gzip.open if magic.startswith(b"\x1f\x8b") else open)(path, "rb") as stream:
-            return _collect(_json_blocks(stream, path), path)
+            return _table(_read_json(stream, path), path)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"{path}: gzip is truncated or damaged: {error}") from error
     except sqlite3.Error as error:
@@ -165,30 +187,41 @@ def from_profiler(prof: torch.profiler.profile) -> pd.DataFrame:
     return table
 
 
+def event_table(events: pd.DataFrame, **attrs: object) -> pd.DataFrame:
+    """Events with the columns of COLUMNS as a table with their types, sorted by start."""
+    table = events[list(COLUMNS)].astype(COLUMN_TYPES)
+    table = table.sort_values("start_us", kind="stable", ignore_index=True)
+    table.attrs = attrs
+    return table
+
+
 def to_chrome_trace(table: pd.DataFrame, path: str | os.PathLike) -> None:
-    """Write a table as Chrome JSON, for Perfetto or for `load_trace`; gzip where the name ends in .gz."""
+    """Write a table as Chrome JSON, for Perfetto or for `load_trace`; gzip where the name ends in .gz.
+
+    Raises:
+        ValueError: a time is not finite; `path` is then as it was before.
+    """
     path, category = Path(path), {kind: category for category, kind in reversed(CATEGORIES.items())}
-    events, lanes, hosts = [], {}, _Numbering()
-    for row in table.itertuples(index=False):
-        process = re.search(r"host (\S+):|stream \S+ of (\S+)$", row.track)
-        gpu = re.match(r"gpu (\d+) ", row.track)
-        device, host = int(gpu[1]) if gpu else 0, row.kind in HOST_KINDS
-        if host:  # numbers that no device has: Perfetto wants a number for a process
-            name = f"host {process[1]}" if process else "host"
-            lane, args = {"pid": 1_000_000 + hosts[name], "tid": row.thread}, {}
+    events, lanes, hosts = [], {}, {}
+    for row in table.drop_duplicates("track").itertuples():
+        if row.kind in HOST_KINDS:  # Perfetto wants a number for a process: one that no device has
+            process = row.track.rpartition(":")[0] or "host"
+            lane = {"pid": hosts.setdefault(process, 1_000_000 + len(hosts)), "tid": row.thread}
         else:
-            name = f"GPU {device}"
-            lane = {"pid": device, "tid": row.stream}
-            args = {"device": device, "stream": row.stream}
-        lanes[row.track] = lane, name
+            gpu = re.match(r"gpu (\d+) ", row.track)
+            lane = {"pid": int(gpu[1]) if gpu else 0, "tid": row.stream}
+            process = f"GPU {lane['pid']}"
+        lanes[row.track] = lane
+        events.append({"ph": "M", "name": "process_name", **lane, "args": {"name": process}})
+        events.append({"ph": "M", "name": "thread_name", **lane, "args": {"name": row.track}})
+    for row in table.itertuples():
+        lane = lanes[row.track]
+        args = {} if row.kind in HOST_KINDS else {"device": lane["pid"], "stream": lane["tid"]}
         args |= {"correlation": row.correlation} if row.correlation >= 0 else {}
         args |= {"bytes": int(row.bytes)} if row.bytes == row.bytes else {}
         cat = category.get(row.kind, "gpu_memcpy" if row.kind.startswith("memcpy") else "kernel")
         times = {"ts": round(row.start_us, 3), "dur": round(row.dur_us, 3)}
         events.append({"ph": "X", "cat": cat, "name": row.name, **lane, **times, "args": args})
-    for track, (lane, name) in lanes.items():
-        events.append({"ph": "M", "name": "process_name", **lane, "args": {"name": name}})
-        events.append({"ph": "M", "name": "thread_name", **lane, "args": {"name": track}})
     gpus = [{"id": i, "name": name} for i, name in enumerate(table.attrs.get("device", "").split(", "))]
     document = {"deviceProperties": gpus, "evidence": table.attrs.get("evidence", ""), "traceEvents": events}
     part = path.with_name(f"{path.name}.part")
@@ -223,8 +256,7 @@ def burst_copies(
         raise ValueError(f"kinds: expected some of {DEVICE_KINDS}, got {sorted(unknown)}")
     device = trace[trace["kind"].isin(DEVICE_KINDS)].sort_values(["track", "start_us"], kind="stable")
     track, is_copy = device["track"].cat.codes, device["kind"].isin(kinds)
-    end = device["start_us"] + device["dur_us"]
-    device["ready_us"] = end.groupby(track).cummax().groupby(track).shift()
+    device["ready_us"] = _done_before(device, track)
     device["run"] = (track.diff().ne(0) | is_copy.ne(is_copy.shift())).cumsum()
     runs = device[is_copy].groupby("run")["start_us"]
     copies = device[is_copy].assign(size=runs.transform("size"), first=runs.transform("first"))
@@ -252,88 +284,76 @@ def find_copy_bursts(
         the stream ran dry, else "queued"; "unknown" where half of the calls or more were not recorded.
     """
     copies = burst_copies(trace, min_copies, kinds)
-    burst, end = copies["burst"], copies["start_us"] + copies["dur_us"]
-    done = end.groupby(burst).cummax().groupby(burst).shift()
-    idle = (copies["start_us"] - done).clip(lower=0)
-    call_end = copies["call_start_us"] + copies["call_us"]
-    fused = copies["name"].astype(str).str.contains(FOREACH_COPY)
-    copies = copies.assign(
-        end=end, idle=idle, call_end=call_end, fused=fused, fused_us=copies["dur_us"].where(fused, 0.0),
-        busy=(end - np.fmax(copies["start_us"], done)).clip(lower=0),
-        waited=idle.where(call_end > copies["ready_us"], 0),
-        # a graph launch or a foreach call stands behind several copies, and counts once
-        host_us=copies["call_us"].where(~copies.duplicated(["burst", "correlation"])),
-        op_us=copies["op_us"].where(~copies.duplicated(["burst", "op_start_us"])),
-    )  # fmt: skip
+    copies["end"] = copies["start_us"] + copies["dur_us"]
+    copies["call_end"] = copies["call_start_us"] + copies["call_us"]
+    copies["asked"] = copies["op_start_us"].fillna(copies["call_start_us"])
+    copies["idle"] = (copies["start_us"] - _done_before(copies, copies["burst"])).clip(lower=0)
+    copies["waited"] = copies["idle"].where(copies["call_end"] > copies["ready_us"], 0)
+    # A graph launch or a foreach call stands behind several copies, and counts once.
+    copies["host_us"] = copies["call_us"].where(~copies.duplicated(["burst", "correlation"]))
+    copies["op_us"] = copies["op_us"].where(~copies.duplicated(["burst", "op_start_us"]))
+    copies["n_fused"] = copies["name"].astype(str).str.contains(FOREACH_COPY)
+    copies["fused_us"] = copies["dur_us"].where(copies["n_fused"], 0.0)
     rows = copies.groupby("burst")
-    bursts = rows.agg(
-        stream=("stream", "first"), track=("track", "first"), n_copies=("start_us", "size"),
-        bytes=("bytes", "sum"), start_us=("start_us", "first"), span_us=("end", "max"),
-        busy_us=("busy", "sum"), idle_share=("idle", "sum"), host_us=("host_us", "sum"),
-        host_span_us=("call_end", "max"), op_us=("op_us", "sum"),
-        n_fused=("fused", "sum"), fused_us=("fused_us", "sum"),
-    )  # fmt: skip
-    bursts["span_us"] -= bursts["start_us"]
-    asked = copies["op_start_us"].fillna(copies["call_start_us"]).groupby(burst).min()
-    bursts["lead_us"] = bursts["start_us"] - asked
-    bursts["host_span_us"] -= rows["call_start_us"].min()
-    bursts["idle_share"] = 1 - bursts["busy_us"] / bursts["span_us"].replace(0, np.nan)
+    sums = rows[["bytes", "host_us", "op_us", "n_fused", "fused_us", "idle", "waited"]].sum()
+    bursts = rows[["stream", "track", "start_us"]].first().join(sums)
+    bursts["n_copies"] = rows.size()
+    bursts["span_us"] = rows["end"].max() - bursts["start_us"]
+    bursts["busy_us"] = bursts["span_us"] - bursts["idle"]
+    bursts["idle_share"] = bursts["idle"] / bursts["span_us"]
+    bursts["host_span_us"] = rows["call_end"].max() - rows["call_start_us"].min()
+    bursts["lead_us"] = bursts["start_us"] - rows["asked"].min()
     for column in ("call", "op"):
-        times = copies.groupby(["burst", column]).size().sort_values(kind="stable").reset_index()
-        bursts[column] = times.groupby("burst")[column].last()
-    waited = rows["waited"].sum() > rows["idle"].sum() / 2
-    known = rows["call_us"].count() * 2 > bursts["n_copies"]
-    bursts["regime"] = np.where(known, np.where(waited, "host-bound", "queued"), "unknown")
-    bursts["sizes"] = [rows.get_group(number)["bytes"][~fused].to_numpy() for number in bursts.index]
+        bursts[column] = [_most_frequent(names) for _, names in rows[column]]
+    known = 2 * rows["call_us"].count() > bursts["n_copies"]
+    host_bound = bursts["waited"] > bursts["idle"] / 2
+    bursts["regime"] = np.where(known, np.where(host_bound, "host-bound", "queued"), "unknown")
+    bursts["sizes"] = [burst["bytes"][~burst["n_fused"]].to_numpy() for _, burst in rows]
     bursts.attrs = dict(trace.attrs)
-    return bursts
+    return bursts.drop(columns=["idle", "waited"])
+
+
+def _most_frequent(names: pd.Series) -> object:
+    return max(counts, key=counts.get) if (counts := Counter(names.dropna())) else np.nan
+
+
+def _done_before(events: pd.DataFrame, by: pd.Series) -> pd.Series:
+    """When all earlier events of the same `by` had ended, in us; NaN for the first of them."""
+    end = events["start_us"] + events["dur_us"]
+    return end.groupby(by, observed=True).cummax().groupby(by, observed=True).shift()
 
 
 def _calls(copies: pd.DataFrame, trace: pd.DataFrame) -> pd.DataFrame:
     """The columns call ... op_us of `burst_copies`, by correlation."""
-    calls = trace[(trace["kind"] == "runtime") & trace["correlation"].isin(set(copies["correlation"]) - {-1})]
-    calls = calls.drop_duplicates("correlation").sort_values("start_us")
-    ops = trace[trace["kind"].isin(("host_op", "annotation")) & trace["track"].isin(calls["track"].unique())]
-    ops = ops.assign(shortest=-ops["dur_us"]).sort_values(["start_us", "shortest"])
-    around = [ops.iloc[:0]]
-    for track, here in calls.groupby("track", observed=True):
-        candidates = ops[ops["track"] == track].reset_index(drop=True)
-        positions = _innermost(candidates, here["start_us"])
-        around.append(candidates.reindex(positions).set_index(here.index))  # position -1 gives a row of NaN
-    op = pd.concat(around)[["name", "kind", "start_us", "dur_us"]].reindex(calls.index)
-    return pd.DataFrame({
-        "call": calls["name"].astype(object), "call_start_us": calls["start_us"], "call_us": calls["dur_us"],
-        "op": op["name"].astype(object), "op_start_us": op["start_us"],
-        "op_us": op["dur_us"].where(op["kind"] == "host_op"),
-    }).set_index(calls["correlation"])  # fmt: skip
-
-
-def _innermost(ops: pd.DataFrame, times: pd.Series) -> list[int]:
-    """Position of the innermost of the nested `ops` around each time, or -1; both in order of start."""
-    start, end = ops["start_us"].tolist(), (ops["start_us"] + ops["dur_us"]).tolist()
-    found, stack, following = [], [], 0
-    for time in times:
-        while following < len(start) and start[following] <= time:
-            while stack and end[stack[-1]] <= start[following]:
-                stack.pop()
-            stack.append(following)
-            following += 1
-        while stack and end[stack[-1]] < time:
+    kind, wanted = trace["kind"], set(copies["correlation"]) - {-1}
+    calls = trace[(kind == "runtime") & trace["correlation"].isin(wanted)].drop_duplicates("correlation")
+    ops = trace[kind.isin(("host_op", "annotation")) & trace["track"].isin(calls["track"].unique())]
+    host = pd.concat([ops, calls])  # at equal starts operators before calls, and the longer first
+    host = host.assign(is_call=host["kind"] == "runtime", shortest=-host["dur_us"])
+    host = host.sort_values(["track", "start_us", "is_call", "shortest"], kind="stable")
+    around, stack = {}, []  # the operators that have begun, each inside the one before
+    columns = (host["track"], host["start_us"], host["dur_us"], host["is_call"])
+    for index, track, start, dur, is_call in zip(host.index, *columns):
+        while stack and (stack[-1][1] != track or stack[-1][2] < start):
             stack.pop()
-        found.append(stack[-1] if stack else -1)
-    return found
+        if not is_call:
+            stack.append((index, track, start + dur))
+        elif stack:
+            around[index] = stack[-1][0]
+    op = ops.reindex(calls.index.map(around)).set_axis(calls.index)
+    joined = calls[["correlation"]].assign(
+        call=calls["name"].astype(object),
+        call_start_us=calls["start_us"],
+        call_us=calls["dur_us"],
+        op=op["name"].astype(object),
+        op_start_us=op["start_us"],
+        op_us=op["dur_us"].where(op["kind"] == "host_op"),
+    )
+    return joined.set_index("correlation")
 
 
-class _Numbering(dict):
-    """Numbers its keys in the order in which they are first asked for."""
-
-    def __missing__(self, key: object) -> int:
-        self[key] = number = len(self)
-        return number
-
-
-def _json_blocks(stream: BinaryIO, path: Path) -> Iterator[tuple[list, dict]]:
-    """Yield what `_columns` gives, block by block.
+def _read_json(stream: BinaryIO, path: Path) -> Iterator[tuple[list, dict]]:
+    """Yield what `_decode` gives, block by block.
 
     A block ends between two events. Text that only looks like such a place (in a string, in a list of `args`)
     leaves something open, so it does not decode, and an earlier place is tried.
@@ -343,216 +363,178 @@ def _json_blocks(stream: BinaryIO, path: Path) -> Iterator[tuple[list, dict]]:
         if text.lstrip()[:1] != b"{" or not (more := stream.read(_BLOCK)):
             raise ValueError(f'{path}: expected a JSON list, or an object with a list "traceEvents"')
         text += more
-    head, text, failed = text[: start.end()], text[start.end() :], 0
+    head, text = text[: start.end()], text[start.end() :]
     closing = b"]}" if head.lstrip().startswith(b"{") else b"]"
-    while more := stream.read(_BLOCK):
+    # Where no place was found (an event longer than a block, a long tail), twice the text is tried.
+    while more := stream.read(max(_BLOCK, len(text))):
         text += more
-        if len(text) < 2 * failed:
-            continue
-        failed = len(text)  # no place found: an event longer than a block, or a long tail after the events
         for place in list(_BETWEEN_EVENTS.finditer(text, len(text) - _BLOCK // 64))[:-4:-1]:
             with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
-                yield _columns(head + text[: place.start() + 1] + closing)
-                text, failed = text[place.end() - 1 :], 0
+                yield _decode(head + text[: place.start() + 1] + closing)
+                text = text[place.end() - 1 :]
                 break
     try:
-        yield _columns(head + text)
+        yield _decode(head + text)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"{path}: invalid JSON, or cut short: {error}") from error
 
 
-def _columns(text: bytes) -> tuple[list[Sequence], dict]:
-    """Decode a trace: its complete events as columns, and its GPUs and kind of evidence.
-
-    The columns are cat, name, ts (long double array), dur, pid, tid, device, stream, correlation, bytes; what
-    is absent is "", nan or _ABSENT.
-    """
+def _decode(text: bytes) -> tuple[list, dict]:
+    """The complete events of a JSON trace as columns, _FIELDS and _ARGS, and what else the trace says."""
     if msgspec is not None:
         # null, NaN, or a field of an unexpected type: json below takes what it can
-        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, DeprecationWarning):
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
             trace = _DECODER.decode(text)
             trace = _Trace(trace) if isinstance(trace, list) else trace
-            events = [e for e in trace.traceEvents if e.ph == "X"]
-            columns = [list(map(attrgetter(f), events)) for f in ("cat", "name", "ts", "dur", "pid", "tid")]
-            with warnings.catch_warnings(action="error"):  # numpy's, for text that is no number
-                columns[2] = np.fromstring(b" ".join(columns[2]).decode(), np.longdouble, sep=" ")
-            args = [e.args for e in events]
-            columns += [list(map(attrgetter(f), args)) for f in _INTEGERS]
-            return columns, {"gpus": trace.deviceProperties, "evidence": trace.evidence}
-    trace = json.loads(text.decode("utf-8", "replace"), parse_float=Decimal, parse_constant=lambda _: None)
+            events = [event for event in trace.traceEvents if event.ph == "X"]
+            columns = [[*map(column, events)] for column in _COLUMNS]
+            return columns, {"deviceProperties": trace.deviceProperties, "evidence": trace.evidence}
+    trace = json.loads(text.decode("utf-8", "replace"), parse_float=Decimal, parse_constant=Decimal)
     trace = {"traceEvents": trace} if isinstance(trace, list) else trace
-    rows = [_row(e) for e in trace["traceEvents"] if not isinstance(e, dict) or e.get("ph") == "X"]
-    gpus = trace.get("deviceProperties")
-    about = {"gpus": gpus if isinstance(gpus, list) else [], "evidence": trace.get("evidence")}
-    return _transposed(rows), about
+    rows = []
+    for event in trace["traceEvents"]:
+        event = event if isinstance(event, dict) else {"ph": "X"}  # counted as one of no category
+        args = event["args"] if isinstance(event.get("args"), dict) else {}
+        if event.get("ph") == "X":
+            rows.append(_row(*map(event.get, _FIELDS), *map(args.get, _ARGS)))
+    return [*zip(*rows)], trace
 
 
-def _row(event: object) -> tuple:
-    """One event as in `_columns`, whatever its fields are; what is no event counts as one of no category."""
-    event = event if isinstance(event, dict) else {}
-    args = event.get("args") if isinstance(event.get("args"), dict) else {}
-    texts = (str(event.get(field) or "") for field in ("cat", "name"))
-    times = (t if _is_number(t := event.get(field)) else math.nan for field in ("ts", "dur"))
-    ids = (i if isinstance(i := event.get(field), int | str) else _ABSENT for field in ("pid", "tid"))
-    return *texts, *times, *ids, *map(args.get, _INTEGERS)
+def _row(category, name, ts, dur, pid, *numbers) -> tuple:
+    """An event whose fields may have any type in the file."""
+    times = (_EXACT.create_decimal(t) if isinstance(t, int | str | Decimal) else _NAN for t in (ts, dur))
+    return str(category or ""), str(name or ""), *times, str(-1 if pid is None else pid), *numbers
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, Decimal) or (isinstance(value, int) and abs(value) < 2**63)
-
-
-def _transposed(rows: Iterable[tuple]) -> list[Sequence]:
-    """Rows (cat, name, ts, ...) as the columns of `_columns`."""
-    columns = list(zip(*rows))
-    if columns:
-        columns[2] = np.array([np.longdouble(str(t)) for t in columns[2]])
-    return columns
-
-
-def _nsys_columns(path: Path) -> tuple[list, dict]:
-    """What `_columns` gives, from an Nsight Systems export; ts and dur in nanoseconds."""
-    rows: list[tuple] = []
+def _read_nsys(path: Path) -> tuple[list, dict]:
+    """What `_decode` gives, from an Nsight Systems export; ts and dur in nanoseconds."""
+    rows = []
     with contextlib.closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as db:
         tables = {name for (name,) in db.execute("SELECT name FROM sqlite_master")}
         if "StringIds" not in tables or tables.isdisjoint(NSYS_TABLES):
-            raise ValueError(f"{path}: SQLite, but no Nsight Systems export: expected StringIds and some of "
-                             f"{', '.join(NSYS_TABLES)}, got {sorted(tables)}")  # fmt: skip
-        for table in tables & set(NSYS_TABLES):
+            expected = f"expected StringIds and some of {', '.join(NSYS_TABLES)}, got {sorted(tables)}"
+            raise ValueError(f"{path}: SQLite, but no Nsight Systems export: {expected}")
+        for table in tables.intersection(NSYS_TABLES):
             present = {column[1] for column in db.execute(f"PRAGMA table_info({table})")}
             field = {c: f"[{c}]" if c in present else "NULL" for c in NSYS_COLUMNS}
-            task = f"COALESCE({field['globalTid']}, {field['globalPid']})"  # process and thread, 24 bits each
-            rows += db.execute(
-                NSYS_QUERY.format(**field, task=task, category=NSYS_TABLES[table], table=table)
-            )
+            field["task"] = f"COALESCE({field['globalTid']}, {field['globalPid']})"
+            query = NSYS_QUERY.format(**field, category=NSYS_TABLES[table], table=table)
+            rows += [_row(*event) for event in db.execute(query)]
         gpus = db.execute("SELECT id, name FROM TARGET_INFO_GPU") if "TARGET_INFO_GPU" in tables else ()
-        gpus = [{"id": number, "name": name} for number, name in gpus]
-    several = len({row[4] for row in rows}) > 1  # correlations count from 1 in every process
-
-    def row(category, name, ts, dur, pid, tid, device, stream, correlation, size) -> tuple:
-        correlation |= (pid or 0) << 32 if several and correlation else 0
-        ts, dur = (t if isinstance(t, int) else math.nan for t in (ts, dur))
-        return category, name, ts, dur, pid, tid, device, stream, correlation, size
-
-    return _transposed(row(*fields) for fields in rows), {"gpus": gpus}
+        return [*zip(*rows)], {"deviceProperties": [{"id": number, "name": name} for number, name in gpus]}
 
 
-def _collect(blocks: Iterable[tuple[list, dict]], path: Path, microseconds: float = 1.0) -> pd.DataFrame:
-    """Turn blocks of `_columns` into the table; `microseconds` is the unit of their ts and dur."""
-    names, processes = _Numbering(), _Numbering()  # (category, name), and process ids, which may be text
-    chunks, gpus, origin, evidence = [], {}, None, "recorded"
-    for columns, about in blocks:
-        evidence = "modelled" if about.get("evidence") == "modelled" else evidence
-        known = (gpu for gpu in about["gpus"] if isinstance(gpu, dict) and isinstance(gpu.get("id"), int))
-        gpus |= {gpu["id"]: str(gpu.get("name")) for gpu in known}
-        if not columns or not columns[0]:
-            continue
-        category, name, ts, dur, pid, tid, *numbers = columns
-        origin = next((t for t in ts if t == t), None) if origin is None else origin
-        pids, thread, device, stream, correlation, size = map(_integers, (pid, tid, *numbers))
-        chunks.append({
-            "code": np.array([names[key] for key in zip(category, name)]),
-            "start_us": (ts - (origin or 0)).astype(float) * microseconds,
-            "dur_us": np.array(dur, float) * microseconds,
-            "process": np.array([processes[p] for p in pid]),
-            "gpu": np.where(device == _ABSENT, pids, device),
-            "thread": thread,
-            "stream": np.where(stream == _ABSENT, thread, stream),
-            "bytes": np.where(size < 0, np.nan, size),
-            "correlation": np.where(correlation > 0, correlation, -1),
-        })  # fmt: skip
-    if not chunks:
-        raise ValueError(f"{path}: holds no complete event (ph X)")
-    raw = pd.DataFrame(
-        {column: np.concatenate([chunk.pop(column) for chunk in chunks]) for column in list(chunks[0])}
-    )
-    table = _table(raw, list(names), list(processes), path, gpus)
-    # Where a long double is no wider than a double, ts of epoch size are rounded: then this says so.
-    rounded = float(np.spacing(origin or np.longdouble(0))) * microseconds
-    table.attrs |= {"evidence": evidence, "resolution_us": max(table.attrs["resolution_us"], rounded)}
-    return table
+_text = lru_cache(2**12)(str)
+
+
+def _kind(category: str, name: str) -> str | None:
+    kind = CATEGORIES.get(category.lower())
+    if kind == "memcpy":
+        return next((k for direction, k in DIRECTIONS.items() if direction in name), "memcpy_other")
+    return "copy_kernel" if kind == "kernel" and COPY_KERNEL.search(name) else kind
 
 
 def _integers(values: Sequence[object]) -> np.ndarray:
-    """int64 array, with _ABSENT for what is no integer of 64 bits."""
+    """int64 array, with -1 for what is no integer of 64 bits."""
     try:
         return np.fromiter(values, np.int64, len(values))
     except (TypeError, ValueError, OverflowError):
-        fits = (v if isinstance(v, int) and -(2**63) <= v < 2**63 else _ABSENT for v in values)
+        fits = (v if isinstance(v, int) and -(2**63) <= v < 2**63 else -1 for v in values)
         return np.fromiter(fits, np.int64, len(values))
 
 
-def _kind(category: str | None, name: str | None) -> str | None:
-    kind = CATEGORIES.get((category or "").lower())
-    if kind == "memcpy":
-        return next((k for direction, k in DIRECTIONS.items() if direction in (name or "")), "memcpy_other")
-    return "copy_kernel" if kind == "kernel" and COPY_KERNEL.search(name or "") else kind
+def _table(blocks: Iterable[tuple[list, dict]], path: Path, microseconds: float = 1.0) -> pd.DataFrame:
+    """The table of a file's events; `microseconds` is the unit of their ts and dur.
 
+    What cannot be placed is left out, and said so.
+    """
+    frames, labels, gpus, origin, evidence = [], {}, {}, None, "recorded"
+    for columns, about in blocks:
+        evidence = "modelled" if about.get("evidence") == "modelled" else evidence
+        properties = about.get("deviceProperties")
+        for gpu in properties if isinstance(properties, list) else ():
+            if isinstance(gpu, dict) and isinstance(gpu.get("id"), int):
+                gpus[gpu["id"]] = str(gpu.get("name"))
+        if not columns or not columns[0]:
+            continue
+        category, name, ts, dur, pid, *numbers = columns
+        origin = next((t for t in ts if t.is_finite()), None) if origin is None else origin
+        start = map(_EXACT.subtract, ts, repeat(origin or 0))
+        frame = dict(zip(("thread", *_ARGS), map(_integers, numbers)))
+        frame["start_us"] = np.fromiter(map(float, start), float) * microseconds
+        frame["dur_us"] = np.array(dur, float) * microseconds
+        frame["process"] = np.array([*map(_text, pid)], object)
+        # every text once: its events hold its number
+        frame["label"] = [labels.setdefault(pair, len(labels)) for pair in zip(category, name)]
+        frames.append(pd.DataFrame(frame))
+    if not frames:
+        raise ValueError(f"{path}: holds no complete event (ph X)")
+    events = pd.concat(frames, ignore_index=True)
+    frames.clear()
 
-def _table(raw: pd.DataFrame, names: list[tuple], processes: list, path: Path, gpus: dict) -> pd.DataFrame:
-    """Leave out what cannot be placed and say so, name the tracks, order the events."""
-    code_of = {kind: number for number, kind in enumerate(KINDS)}
-    raw["kind"] = np.array([code_of.get(_kind(*key), -1) for key in names])[raw["code"]]
-    raw["device"] = raw["kind"] >= len(HOST_KINDS)
-    unknown = raw["code"][raw["kind"] < 0].map(dict(enumerate(category for category, _ in names)))
-    left_out = [f"{n} events of category {category!r} left out" for category, n in Counter(unknown).items()]
-    keep = raw["kind"] >= 0
+    events["name"] = np.array([name for _, name in labels], object)[events["label"]]
+    events["kind"] = np.array([_kind(*pair) for pair in labels], object)[events["label"]]
+    keep, on_device = events["kind"].notna(), events["kind"].isin(DEVICE_KINDS)
+    categories = [category for category, _ in labels]
+    counts = Counter(categories[label] for label in events["label"][~keep])
+    left_out = [f"{n} events of category {category!r} left out" for category, n in counts.items()]
     for why, wrong in {
-        "no finite ts and dur": ~np.isfinite(raw["start_us"] + raw["dur_us"]),
-        "a negative duration": raw["dur_us"] < 0,
-        "no stream": raw["device"] & (raw["stream"] == _ABSENT),
-        "no thread": ~raw["device"] & (raw["thread"] == _ABSENT),
+        "no finite ts and dur": ~np.isfinite(events["start_us"] + events["dur_us"]),
+        "a negative duration": events["dur_us"] < 0,
+        "no stream": on_device & (events["stream"] < 0),
+        "no thread": ~on_device & (events["thread"] == -1),
     }.items():
         left_out += [f"{n} events with {why} left out"] if (n := (keep & wrong).sum()) else []
         keep &= ~wrong
-    raw = raw[keep]
-    if raw.empty:
+    events, on_device = events[keep].copy(), on_device[keep]
+    if events.empty:
         raise ValueError(f"{path}: no event could be read: {'; '.join(left_out)}")
 
-    call = raw[(raw["kind"] == code_of["runtime"]) & (raw["correlation"] >= 0)]
-    call = call.set_index("correlation")["process"]
-    twice = raw["correlation"].isin(call.index[call.index.duplicated()])
-    raw = raw.assign(correlation=raw["correlation"].where(~twice, -1))
-    if twice.any():
-        left_out.append(f"{twice.sum()} events not joined: several host calls have their correlation")
-    # A device event of JSON does not name its process; with several in the file it is that of its host call.
-    several = raw["process"][~raw["device"]].nunique() > 1
-    caller = raw["correlation"].map(call[~call.index.duplicated(keep=False)]).fillna(-1).astype(int)
-    lanes = pd.DataFrame({
-        "device": raw["device"], "process": caller.where(raw["device"], raw["process"]) if several else -1,
-        "gpu": raw["gpu"].where(raw["device"], 0),
-        "number": raw["stream"].where(raw["device"], raw["thread"]),
-    })  # fmt: skip
-    several_gpus, labels = lanes["gpu"][lanes["device"]].nunique() > 1, []
-    for lane in lanes.drop_duplicates().itertuples(index=False):
-        owner = processes[lane.process] if lane.process >= 0 else ""
-        if lane.device:
-            gpu = f"gpu {lane.gpu} " if several_gpus else ""
-            labels.append(f"{gpu}stream {lane.number}" + (f" of {owner}" if owner != "" else ""))
-        else:
-            labels.append(f"host {owner}:{lane.number}" if owner != "" else f"host {lane.number}")
-    track = lanes.groupby(list(lanes), sort=False).ngroup()
-
-    code, unique_names = pd.factorize(np.array([name or "" for _, name in names], object))
-    table = pd.DataFrame({
-        "name": pd.Categorical.from_codes(code[raw["code"]], unique_names),
-        "kind": pd.Categorical.from_codes(raw["kind"], list(KINDS)),
-        "track": pd.Categorical.from_codes(track, labels),
-        "stream": raw["stream"].where(raw["device"], -1), "thread": raw["thread"].where(~raw["device"], -1),
-        "start_us": raw["start_us"] - raw["start_us"].min(), "dur_us": raw["dur_us"],
-        "bytes": raw["bytes"], "correlation": raw["correlation"],
-    }).sort_values("start_us", kind="stable", ignore_index=True)  # fmt: skip
+    used = [gpus[gpu] for gpu in sorted(set(events["device"][on_device]) & set(gpus))]
+    events["start_us"] -= events["start_us"].min()
+    events["bytes"] = events["bytes"].where(events["bytes"] >= 0)
+    events["correlation"] = events["correlation"].where(events["correlation"] > 0, -1)
+    if n := _name_tracks(events, on_device):
+        left_out.append(f"{n} events not joined: several host calls have their correlation")
+    table = event_table(events)
     device = table[table["kind"].isin(DEVICE_KINDS)]
-    ready = (device["start_us"] + device["dur_us"]).groupby(device["track"], observed=True).cummax()
-    overlaps = int((ready.groupby(device["track"], observed=True).shift() > device["start_us"] + 2).sum())
     if device.empty:
         left_out.append("no GPU event in the file: only the host side can be shown")
-    if overlaps:
-        left_out.append(f"{overlaps} device events overlap on their stream: several processes or devices may "
-                        "share its name here; time is counted once")  # fmt: skip
-    whole = bool((table["start_us"] % 1 == 0).all() and (table["dur_us"] % 1 == 0).all())
-    used = [gpus[gpu] for gpu in sorted(set(raw["gpu"][raw["device"]]) & set(gpus))]
-    table.attrs = {
-        "source": path.name, "device": ", ".join(dict.fromkeys(used)),
-        "resolution_us": 1.0 if whole else 0.001, "left_out": left_out,
-    }  # fmt: skip
+    # by more than the rounding to whole microseconds explains
+    if n := (_done_before(device, device["track"]) > device["start_us"] + 2).sum():
+        why = "several processes or devices may share its name here; time is counted once"
+        left_out.append(f"{n} device events overlap on their stream: {why}")
+    whole = not (table[["start_us", "dur_us"]] % 1).any(axis=None)
+    table.attrs |= {"source": path.name, "device": ", ".join(dict.fromkeys(used)), "evidence": evidence}
+    table.attrs |= {"resolution_us": 1.0 if whole else 0.001, "left_out": left_out}
     return table
+
+
+def _name_tracks(events: pd.DataFrame, on_device: pd.Series) -> int:
+    """Set track, stream and thread; count the events whose correlation several host calls have, and unset it.
+
+    A device event of JSON does not name its process; with several in the file it is that of its host call.
+    """
+    calls = events[(events["kind"] == "runtime") & (events["correlation"] > 0)].set_index("correlation")
+    twice = events["correlation"].isin(calls.index[calls.index.duplicated()])
+    events["correlation"] = events["correlation"].where(~twice, -1)
+    process = events["process"].where(~on_device)
+    if process.nunique() > 1:
+        caller = calls["process"][~calls.index.duplicated(keep=False)]
+        process = process.where(~on_device, events["correlation"].map(caller)).fillna("")
+    else:
+        process[:] = ""
+    several_gpus = events["device"][on_device].nunique() > 1
+    gpu = events["device"].where(on_device & several_gpus, -1)
+    events["stream"] = events["stream"].where(on_device, -1)
+    events["thread"] = events["thread"].where(~on_device, -1)
+    lanes = (process, gpu, events["stream"], events["thread"])
+    events["track"] = [*map(_track, *(column.tolist() for column in lanes))]
+    return twice.sum()
+
+
+@lru_cache(2**12)
+def _track(process: str, gpu: int, stream: int, thread: int) -> str:
+    if stream < 0:
+        return f"host {process}:{thread}" if process else f"host {thread}"
+    return (f"gpu {gpu} " if gpu >= 0 else "") + f"stream {stream}" + (f" of {process}" if process else "")
