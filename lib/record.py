@@ -17,7 +17,7 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, count, product
@@ -61,8 +61,9 @@ Run = tuple[str, str, int]  # preset, layout, batch size
 
 @dataclass(frozen=True)
 class Plan:
-    """What to record, what matters most first. dtypes: bfloat16 is moved as int16. sizes: bytes a tensor."""
+    """The cases of every part, arguments of its function in PARTS; what matters most comes first."""
 
+    traces: tuple[tuple[str], ...] = (("llama3-8b",),)
     steps: tuple[Run, ...] = (
         *product(("llama3-8b", "deepseek-v3"), ("int64_seq_lens",), SIZES),  # hidden sizes 4096 and 7168
         *product(("llama3-8b",), ("int32_seq_lens",), SIZES[:2]),  # the layout that converts
@@ -71,10 +72,11 @@ class Plan:
         *product(("tiny",), ("int64_seq_lens",), (8, 5)),
         *product(("llama3-8b",), ("int64_seq_lens",), (8, 5, 1, 64)),
     )
-    tensors: tuple[int, ...] = (1, 65, 8, 2, 4, 16, 32, 64)
-    dtypes: tuple[torch.dtype, ...] = (torch.int16, torch.int64)
-    sizes: tuple[int, ...] = tuple(2**n for n in range(8, 27))  # to 64 MiB
-    traced: str = "llama3-8b"  # preset
+    crossover: tuple[tuple[int, torch.dtype], ...] = tuple(  # tensors; bfloat16 is moved as int16
+        product((1, 65, 8, 2, 4, 16, 32, 64), (torch.int16, torch.int64))
+    )
+    profile: tuple[tuple[()], ...] = ((),)
+    sizes: tuple[int, ...] = tuple(2**n for n in range(8, 27))  # bytes a tensor, 256 B to 64 MiB
     rounds: int = 20
 
 
@@ -230,7 +232,7 @@ class Recorder:
         self.meta["parts"][part] = "done"
         self.save()
 
-    def write(self, table: str, rows: Sequence[dict]) -> None:
+    def write(self, table: str, rows: Iterable[dict]) -> None:
         lines = "".join(json.dumps({"evidence": self.meta["evidence"]} | row) + "\n" for row in rows)
         with open(self.path / f"{table}.jsonl", "a", encoding="utf-8") as file:
             file.write(lines)
@@ -284,31 +286,31 @@ def steps_of(
     return steps
 
 
-def record_runs(recorder: Recorder, plan: Plan, part: str) -> None:
-    """A row a strategy: the copies of a step ("steps"), or both replays whole, with their graphs."""
-    replay, on = part == "replays", recorder.device.torch_device
-    for preset, layout, batch_size in recorder.cases(part, getattr(plan, part)):
-        config, model = EagleConfig.preset(preset, layout=layout), None
-        if replay:
-            captured = (1 << (batch_size - 1).bit_length(),)
-            config = replace(config, capture_batch_sizes=captured, max_context_len=256)
-            model = DraftModel.random(config, on)
-        steps = steps_of(recorder, part, config, batch_size, model)
-        ways = {name: step_way(step, replay) for name, step in steps.items()}
-        timings = recorder.device.measure(ways, plan.rounds, calls=1 if replay else 10)
-        case, rows = f"{part}: {preset}, {layout}, batch {batch_size}", []
-        counts, expected = recorder.count(ways, case), results(steps["per_copy"], replay)
-        for name, step in steps.items():
-            found, padded = results(step, replay), step.draft.padded_batch_size(batch_size) > batch_size
-            equal = all(map(torch.equal, found, expected)) if found else None
-            if equal is False:
-                recorder.note("problems", f"{case}: {name} leaves other bits than per_copy")
-            saved = np.subtract(timings["per_copy"].gpu_us, timings[name].gpu_us)
-            row = {"preset": preset, "hidden_size": config.hidden_size, "layout": layout,
-                   "batch_size": batch_size, "padded": padded, "strategy": name, "equal": equal,
-                   "saved_us": np.percentile(saved, (25, 50, 75)).round(3).tolist()}  # fmt: skip
-            rows.append(row | _samples(timings[name]) | counts[name])
-        recorder.write(part, rows)
+def record_runs(
+    recorder: Recorder, plan: Plan, preset: str, layout: str, batch_size: int, replay: bool
+) -> None:
+    """A row a strategy: the copies of a step, or with `replay` both replays whole, with their graphs."""
+    part, config, model = "replays" if replay else "steps", EagleConfig.preset(preset, layout=layout), None
+    if replay:
+        captured = (1 << (batch_size - 1).bit_length(),)
+        config = replace(config, capture_batch_sizes=captured, max_context_len=256)
+        model = DraftModel.random(config, recorder.device.torch_device)
+    steps = steps_of(recorder, part, config, batch_size, model)
+    ways = {name: step_way(step, replay) for name, step in steps.items()}
+    timings = recorder.device.measure(ways, plan.rounds, calls=1 if replay else 10)
+    case, rows = f"{part}: {preset}, {layout}, batch {batch_size}", []
+    counts, expected = recorder.count(ways, case), results(steps["per_copy"], replay)
+    for name, step in steps.items():
+        found, padded = results(step, replay), step.draft.padded_batch_size(batch_size) > batch_size
+        equal = all(map(torch.equal, found, expected)) if found else None
+        if equal is False:
+            recorder.note("problems", f"{case}: {name} leaves other bits than per_copy")
+        saved = np.subtract(timings["per_copy"].gpu_us, timings[name].gpu_us)
+        row = {"preset": preset, "hidden_size": config.hidden_size, "layout": layout,
+               "batch_size": batch_size, "padded": padded, "strategy": name, "equal": equal,
+               "saved_us": np.percentile(saved, (25, 50, 75)).round(3).tolist()}  # fmt: skip
+        rows.append(row | _samples(timings[name]) | counts[name])
+    recorder.write(part, rows)
 
 
 def results(step: StepCopies, replay: bool) -> list[Tensor]:
@@ -326,12 +328,8 @@ def results(step: StepCopies, replay: bool) -> list[Tensor]:
     return [t.contiguous().view(-1).view(torch.uint8) for t in tensors]
 
 
-def record_crossover(recorder: Recorder, plan: Plan) -> None:
-    for n, dtype in recorder.cases("crossover", list(product(plan.tensors, plan.dtypes))):
-        recorder.write("crossover", list(crossover_rows(recorder, plan, n, dtype)))
-
-
-def crossover_rows(recorder: Recorder, plan: Plan, n: int, dtype: torch.dtype) -> Iterator[dict]:
+def record_crossover(recorder: Recorder, plan: Plan, n: int, dtype: torch.dtype) -> None:
+    """A row a size and way of copying n tensors."""
     room, on = 0.9 * recorder.device.free_bytes() / 2, recorder.device.torch_device
     sizes = [size for size in plan.sizes if n * (size + 512) <= room]
     if len(sizes) < len(plan.sizes):
@@ -340,7 +338,7 @@ def crossover_rows(recorder: Recorder, plan: Plan, n: int, dtype: torch.dtype) -
     elements = max(sizes, default=0) // dtype.itemsize + 64
     into, out_of = torch.zeros(2, n, elements, dtype=dtype, device=on)
     small = torch.zeros(2, 8, 64, dtype=dtype, device=on)
-    ways, timings = {}, {}
+    ways, rows = {}, {}
     for size in sizes:
         half = size // dtype.itemsize // 2
         dsts, srcs = ([t[: 2 * half].view(2, half) for t in side] for side in (into, out_of))
@@ -351,22 +349,31 @@ def crossover_rows(recorder: Recorder, plan: Plan, n: int, dtype: torch.dtype) -
         if n == 1:  # the choice that `dma_bytes` makes
             grouped = [*small[0], *dsts], [*small[1], *srcs]
             of_size |= {"in_group": copies(*grouped, fused=9), "beside_group": copies(*grouped, fused=8)}
-        of_size = {f"{size} {name}": way for name, way in of_size.items()}
-        timings |= recorder.device.measure(of_size, plan.rounds, calls=10 if n * size < 2**24 else 2)
-        ways |= of_size
-    for key, counts in recorder.count(ways, f"crossover: {n} of {dtype}").items():
-        size, way = key.split()
-        row = {"dtype": str(dtype).removeprefix("torch."), "n": n, "bytes": int(size), "way": way}
-        yield row | _samples(timings[key]) | counts
+        timings = recorder.device.measure(of_size, plan.rounds, calls=10 if n * size < 2**24 else 2)
+        for name, way in of_size.items():
+            key, row = f"{size} {name}", {"dtype": str(dtype)[6:], "n": n, "bytes": size, "way": name}
+            ways[key], rows[key] = way, row | _samples(timings[name])
+    counts = recorder.count(ways, f"crossover: {n} of {dtype}")
+    recorder.write("crossover", (rows[key] | counts[key] for key in rows))
 
 
-def record_traces(recorder: Recorder, plan: Plan) -> None:
-    """A trace of eight steps a strategy, and one to fit a profile from."""
-    config = EagleConfig.preset(plan.traced)
+def record_traces(recorder: Recorder, plan: Plan, preset: str) -> None:
+    """A trace of eight steps a strategy; and "calibration", to fit a profile from: steps and a queue.
+
+    In the latter every run of memcpys begins after a fill or a foreach kernel, so is a burst of its own.
+    """
+    config, on = EagleConfig.preset(preset), recorder.device.torch_device
     cases = {name: {name: step_way(step)} for name, step in steps_of(recorder, "traces", config, 8).items()}
-    cases["calibration"] = calibration(config, recorder.device.torch_device)
-    for name in recorder.cases("traces", list(cases)):
-        trace, path = recorder.device.trace(cases[name], 8), recorder.path / "traces" / f"{name}.json.gz"
+    flag = torch.zeros(1, device=on)
+    cases["calibration"] = ways = {
+        "fill": Way(partial(flag.fill_, 0), [fill_launch(flag)], []),
+        "8 memcpys of 4 MiB": copies(*torch.zeros(2, 8, 2**22, dtype=torch.uint8, device=on)),
+    }
+    padded = [("per_copy", size) for size in (5, config.max_batch_size - 1)]
+    for name, batch_size in (("grouped_foreach", 8), *padded):
+        ways[f"{name}, batch {batch_size}"] = step_way(StepCopies.build(config, name, batch_size, on))
+    for name, ways in cases.items():
+        trace, path = recorder.device.trace(ways, repeats=8), recorder.path / "traces" / f"{name}.json.gz"
         trace.attrs |= {key: recorder.meta[key] for key in ("device", "evidence")}
         to_chrome_trace(trace, path)
         if path.stat().st_size > MAX_TRACE_BYTES:
@@ -374,24 +381,10 @@ def record_traces(recorder: Recorder, plan: Plan) -> None:
             recorder.note("skipped", f"traces: {name}, more than {MAX_TRACE_BYTES} bytes")
 
 
-def calibration(config: EagleConfig, on: str) -> dict[str, Way]:
-    """Steps, and a queue of memcpys, each run of which begins after a fill or a foreach kernel: a burst."""
-    flag = torch.zeros(1, device=on)
-    ways = {
-        "fill": Way(partial(flag.fill_, 0), [fill_launch(flag)], []),
-        "8 memcpys of 4 MiB": copies(*torch.zeros(2, 8, 2**22, dtype=torch.uint8, device=on)),
-    }
-    padded = [("per_copy", size) for size in (5, config.max_batch_size - 1)]
-    for name, batch_size in (("grouped_foreach", 8), *padded):
-        ways[f"{name}, batch {batch_size}"] = step_way(StepCopies.build(config, name, batch_size, on))
-    return ways
-
-
 def record_profile(recorder: Recorder, plan: Plan) -> None:
-    for _ in recorder.cases("profile", [plan]):
-        part = recorder.path / "profile.json.part"
-        profile_of(recordings.load(recorder.path)).save(part)
-        part.replace(recorder.path / "profile.json")
+    part = recorder.path / "profile.json.part"
+    profile_of(recordings.load(recorder.path)).save(part)
+    part.replace(recorder.path / "profile.json")
 
 
 def profile_of(recording: Recording) -> DeviceProfile:
@@ -426,10 +419,10 @@ def profile_of(recording: Recording) -> DeviceProfile:
     return replace(profile, figures=figures, unknown=unknown)
 
 
-PARTS: dict[str, Callable[[Recorder, Plan], None]] = {
+PARTS: dict[str, Callable[..., None]] = {
     "traces": record_traces,
-    "steps": partial(record_runs, part="steps"),
-    "replays": partial(record_runs, part="replays"),
+    "steps": partial(record_runs, replay=False),
+    "replays": partial(record_runs, replay=True),
     "crossover": record_crossover,
     "profile": record_profile,
 }
@@ -437,10 +430,11 @@ PARTS: dict[str, Callable[[Recorder, Plan], None]] = {
 
 def record(device: GpuDevice, out: Path, minutes: float = 6.0, plan: Plan | None = None) -> tuple[Path, int]:
     """Record what fits into the time; the folder made, and the exit status."""
-    recorder = Recorder(device, out, minutes)
+    recorder, plan = Recorder(device, out, minutes), plan or Plan()
     for part, run in PARTS.items():
         try:
-            run(recorder, plan or Plan())
+            for case in recorder.cases(part, getattr(plan, part)):
+                run(recorder, plan, *case)
         except KeyboardInterrupt:
             return recorder.path, 130
         except torch.OutOfMemoryError as error:

@@ -35,17 +35,16 @@ SMALL = record.Plan(
         ("llama3-8b", "int32_seq_lens", 8),
     ),
     replays=(("tiny", "int64_seq_lens", 3),),
-    tensors=(1, 65, 8),
+    crossover=((1, torch.int16), (1, torch.int64), (65, torch.int16), (8, torch.int16)),
     sizes=tuple(2**n for n in range(8, 23, 2)),
     rounds=5,
 )
 LEAST = record.Plan(
+    traces=(("tiny",),),
     steps=(("tiny", "int64_seq_lens", 5), ("tiny", "int32_seq_lens", 5)),
     replays=(("tiny", "int64_seq_lens", 1),),
-    tensors=(1,),
-    dtypes=(torch.int16,),
+    crossover=((1, torch.int16),),
     sizes=(256, 65536),
-    traced="tiny",
     rounds=3,
 )
 FEW = {name: STRATEGIES[name] for name in ("per_copy", "uint8_view", "grouped_foreach")}
@@ -282,7 +281,7 @@ def test_killed_it_is_a_smaller_recording(tmp_path):
     """SIGKILL as soon as the first row is there."""
     code = (
         "import sys, pathlib; from lib import record; from tests.stand_in import StandIn;"
-        "endless = record.Plan(steps=(('tiny', 'int64_seq_lens', 5),) * 500, traced='tiny');"
+        "endless = record.Plan(traces=(), steps=(('tiny', 'int64_seq_lens', 5),) * 500);"
         "record.record(StandIn(), pathlib.Path(sys.argv[1]), plan=endless)"
     )
     run = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT)
@@ -312,7 +311,7 @@ def test_out_of_time_every_part_says_how_much_is_missing(few_strategies, tmp_pat
     assert status == 0 and not any(map(len, recording.tables.values()))
     assert [x for x in recording.missing if "time was up" in x] == [
         f"{part}: {n} of {n} cases, time was up"
-        for part, n in {"traces": 4, "steps": 2, "replays": 1, "crossover": 1, "profile": 1}.items()
+        for part, n in {"traces": 1, "steps": 2, "replays": 1, "crossover": 1, "profile": 1}.items()
     ]
 
 
@@ -331,7 +330,7 @@ def test_a_count_that_differs_is_printed_with_its_tensors(few_strategies, tmp_pa
             else launch
         )
 
-    plan = replace(LEAST, steps=SMALL.steps[:1], tensors=(), replays=())
+    plan = replace(LEAST, steps=SMALL.steps[:1], crossover=(), replays=())
     path, status = record.record(StandIn(quirk=quirk), tmp_path, plan=plan)
     printed = capsys.readouterr().err
     assert status == 1
@@ -354,7 +353,7 @@ def test_a_build_that_holds_65_tensors_in_one_launch_is_told(few_strategies, tmp
             else launch
         )
 
-    plan = replace(LEAST, steps=(), replays=(), tensors=(65,), sizes=(256, 1024))
+    plan = replace(LEAST, steps=(), replays=(), crossover=((65, torch.int16),), sizes=(256, 1024))
     path, status = record.record(StandIn(quirk=quirk), tmp_path, plan=plan)
     assert status == 1
     printed = capsys.readouterr().err
@@ -380,7 +379,7 @@ def test_a_strategy_that_cannot_run_is_skipped_and_one_that_copies_wrong_is_a_fa
     odd = {"missing": Missing("missing", route), "wrong": Wrong("wrong", route)}
     monkeypatch.setattr(record, "STRATEGIES", FEW | odd)
     monkeypatch.setattr("lib.eagle.runners.STRATEGIES", FEW | odd)
-    path, status = record.record(StandIn(), tmp_path, plan=replace(LEAST, tensors=()))
+    path, status = record.record(StandIn(), tmp_path, plan=replace(LEAST, crossover=()))
     recording = recordings.load(path)
     assert status == 1
     assert "steps: missing, int64_seq_lens: ImportError: no compiler here" in recording.missing
@@ -496,4 +495,4 @@ def test_the_whole_plan_is_what_was_asked_for():
         assert {1, 2, 4, 8, 16, 32, 64} < batch_sizes and any(math.log2(b) % 1 for b in batch_sizes)
         assert max(batch_sizes) == config.max_batch_size
     assert (min(plan.sizes), max(plan.sizes)) == (256, 64 * 2**20)
-    assert {1, 64, 65} < set(plan.tensors)
+    assert {1, 64, 65} < {n for n, _ in plan.crossover}
