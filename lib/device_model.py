@@ -18,7 +18,7 @@ import torch
 
 from lib.routes import Launch, foreach_launches
 from lib.strategies import DEFAULT_DMA_BYTES
-from lib.traces import COLUMNS, DEVICE_KINDS, KINDS, burst_copies, find_copy_bursts
+from lib.traces import COLUMNS, DEVICE_KINDS, burst_copies, event_table, find_copy_bursts
 
 DEVICES = Path(__file__).resolve().parent.parent / "data" / "devices"
 
@@ -64,7 +64,7 @@ FIGURES = {
     "launch_latency_us": ("start of a runtime call to the start of its work on an idle stream",
         ("host_launch_us", 1.3, 0.9, 2, "V100: 6.5 us at calls of 5.2 us")),
 }  # fmt: skip
-# Figures that are the durations of events with such a name.
+# Figures that are the durations of host calls with such a name, and of the shortest of such kernels.
 HOST_CALLS = {
     "host_launch_us": "LaunchKernel",
     "host_fill_us": "^aten::fill_$",
@@ -106,20 +106,17 @@ class DeviceProfile:
 
     def at(self, end: str) -> DeviceProfile:
         """The profile at the "fast" or "slow" end of every figure but the runtime calls inside operators."""
-        figures = {
-            name: replace(f, value=f.high if (end == "fast") == name.endswith("gb_per_s") else f.low)
-            for name, f in self.figures.items()
-            if name not in ("host_memcpy_us", "host_launch_us")
-        }
-        return replace(self, figures=self.figures | figures)
+        figures = dict(self.figures)
+        for name in figures.keys() - {"host_memcpy_us", "host_launch_us"}:
+            high = (end == "fast") == name.endswith("gb_per_s")
+            figures[name] = replace(figures[name], value=figures[name].high if high else figures[name].low)
+        return replace(self, figures=figures)
 
     def label(self) -> str:
         """What a plot or table of modelled numbers has to say about them."""
         errors = ", ".join(f"{regime} {error:.1%}" for regime, error in (self.error or {}).items())
-        date = f" of {self.date}" if self.date else ""
-        return (
-            f"modelled · {self.device}, profile {self.name}{date} · median span error {errors or 'unknown'}"
-        )
+        name = f"{self.name} of {self.date}" if self.date else self.name
+        return f"modelled · {self.device}, profile {name} · median span error {errors or 'unknown'}"
 
     def save(self, path: str | Path) -> None:
         text = json.dumps(asdict(self), indent=1, allow_nan=False)
@@ -169,70 +166,60 @@ def fit_profile(
         ValueError: no device-to-device memcpy of known size, on which the assumptions rest.
     """
     device = burst_copies(trace, min_copies=1, kinds=DEVICE_KINDS)
-    tracks = device.groupby("track", observed=True)
-    device["after_copy"] = device["kind"].eq("memcpy") & tracks["kind"].shift().eq("memcpy")
+    before = device.groupby("track", observed=True)
+    device["after_copy"] = device["kind"].eq("memcpy") & before["kind"].shift().eq("memcpy")
     if without is not None:  # neither those events, nor what their ends say about the events after them
-        hidden = pd.Series(device.index.isin(without), device.index)
-        after_hidden = hidden.groupby(device["track"], observed=True).shift(fill_value=False)
-        device = device.assign(ready_us=device["ready_us"].where(~after_hidden))[~hidden]
+        device["hidden"] = device.index.isin(without)
+        device["ready_us"] = device["ready_us"].where(~before["hidden"].shift(fill_value=False))
+        device = device[~device["hidden"]]
     copies = device[(device["kind"] == "memcpy") & device["bytes"].notna()]
     if copies.empty:
-        raise ValueError(
-            f"{trace.attrs.get('source', 'trace')}: no device-to-device memcpy to fit a profile from"
-        )
-    found: dict[str, Figure] = {}
+        where = trace.attrs.get("source", "trace")
+        raise ValueError(f"{where}: no device-to-device memcpy to fit a profile from")
 
-    def keep(figure: str, value: float, low: float, high: float, source: str) -> None:
-        digits = (float(f"{x:.4g}") for x in (value, min(low, value), max(high, value)))
-        found[figure] = Figure(*digits, source)
-
-    def fit(
-        figure: str, values: pd.Series, what: str, percentiles: tuple = (50, 25, 75), mean: bool = False
-    ) -> None:
-        values = values.dropna().to_numpy(float)
-        if len(values):
-            middle, low, high = np.percentile(values, percentiles)
-            middle = values.mean() if mean else middle
-            keep(figure, middle, low, high, f"fitted: {what}, n={len(values)}")
-
-    host = trace[trace["kind"].isin(("host_op", "runtime"))]
-    by_torch = copies[copies["op"] == "aten::copy_"]
-    between = by_torch["op_start_us"] - (by_torch["op_start_us"] + by_torch["op_us"]).shift()
-    fit("host_copy_us", by_torch["op_us"], "aten::copy_ around a memcpy")
-    between = between[by_torch["after_copy"] & (between >= 0)]
-    fit("host_between_us", between, "end of one aten::copy_ to the next")
-    fit("host_memcpy_us", copies["call_us"], "runtime calls of memcpys")
-    for figure, pattern in HOST_CALLS.items():
-        fit(figure, host["dur_us"][host["name"].astype(str).str.contains(pattern)], pattern.strip("^$"))
-
-    call_end = device["call_start_us"] + device["call_us"]
-    latency = (device["start_us"] - device["call_start_us"])[call_end > device["ready_us"]]
-    latency = latency[latency >= 0]  # lower quartile: waiting for another stream only adds to it
-    fit("launch_latency_us", latency, "25th percentile on idle streams", percentiles=(25, 5, 50))
-    waiting = device[call_end < device["ready_us"]]
+    small = copies[copies["bytes"] <= max(2048, copies["bytes"].min())]
+    floor = _figure(small["dur_us"], f"memcpys of at most {small['bytes'].max():.0f} bytes")
+    payload_us = copies["dur_us"] - floor.value
+    large = (copies["bytes"] >= 2**18) & (payload_us > 0)
+    size, payload_us = copies["bytes"][large], payload_us[large]
+    mean_rate = size.sum() / payload_us.sum() / 1e3 if large.any() else None  # weighs long copies more
+    waiting = device[device["call_start_us"] + device["call_us"] < device["ready_us"]]
     waiting = waiting[waiting["after_copy"]] if waiting["after_copy"].sum() >= 10 else waiting
     gap = (waiting["start_us"] - waiting["ready_us"]).clip(lower=0)
-    fit("gap_us", gap[gap <= 10 * max(gap.median(), 1)], "work that waited on the stream, mean", mean=True)
-    small = copies[copies["bytes"] <= max(2048, copies["bytes"].min())]
-    fit("memcpy_floor_us", small["dur_us"], f"memcpys of at most {small['bytes'].max():.0f} bytes")
-    payload_us = copies["dur_us"] - found["memcpy_floor_us"].value
-    large = (copies["bytes"] >= 2**18) & (payload_us > 0)
-    if large.any():
-        size, payload_us = copies["bytes"][large], payload_us[large]
-        rate = size.sum() / payload_us.sum() / 1e3  # weighs long copies more
-        low, high = np.percentile(size / payload_us / 1e3, (25, 75))
-        keep("memcpy_gb_per_s", rate, low, high, f"fitted: memcpys of at least 256 KiB, n={len(size)}")
-    kernels = trace[trace["kind"].isin(("kernel", "copy_kernel"))]
-    for figure, pattern in SHORTEST_KERNELS.items():
-        shortest = kernels["dur_us"][kernels["name"].astype(str).str.contains(pattern)]
-        fit(figure, shortest, f"5th percentile of {pattern}", percentiles=(5, 1, 25))
+    gap = gap[gap <= 10 * max(gap.median(), 1)]
+    late = device[device["call_start_us"] + device["call_us"] > device["ready_us"]]
+    latency = late["start_us"] - late["call_start_us"]
+    by_torch = copies[copies["op"] == "aten::copy_"]
+    between = by_torch["op_start_us"] - (by_torch["op_start_us"] + by_torch["op_us"]).shift()
+    found = {
+        "memcpy_floor_us": floor,
+        "memcpy_gb_per_s": _figure(size / payload_us / 1e3, "memcpys of at least 256 KiB", value=mean_rate),
+        "gap_us": _figure(gap, "work that waited on the stream, mean", value=gap.mean()),
+        # waiting for another stream only adds to it
+        "launch_latency_us": _figure(latency[latency >= 0], "25th percentile on idle streams", 5, 25, 50),
+        "host_copy_us": _figure(by_torch["op_us"], "aten::copy_ around a memcpy"),
+        "host_between_us": _figure(
+            between[by_torch["after_copy"] & (between >= 0)], "end of one aten::copy_ to the next"
+        ),
+        "host_memcpy_us": _figure(copies["call_us"], "runtime calls of memcpys"),
+    }
+    for kinds, patterns, percentiles, which in (
+        (("host_op", "runtime"), HOST_CALLS, (25, 50, 75), ""),
+        (("kernel", "copy_kernel"), SHORTEST_KERNELS, (1, 5, 25), "5th percentile of "),
+    ):
+        events = trace[trace["kind"].isin(kinds)]
+        for figure, pattern in patterns.items():
+            matching = events["dur_us"][events["name"].astype(str).str.contains(pattern)]
+            found[figure] = _figure(matching, which + pattern.strip("^$"), *percentiles)
 
-    unknown = tuple(figure for figure in FIGURES if figure not in found)
-    for figure in unknown:
-        base, factor, low, high, why = FIGURES[figure][1]
-        value, why = (found[base].value, f"{factor} times {base}; {why}") if base else (1.0, why)
-        keep(figure, value * factor, value * low, value * high, f"assumed: {why}")
-    figures = {figure: found[figure] for figure in FIGURES}
+    figures = {}
+    for figure, (_, assumption) in FIGURES.items():
+        if (fitted := found.get(figure)) is None:
+            base, factor, low, high, why = assumption
+            value, why = (figures[base].value, f"{factor} times {base}; {why}") if base else (1.0, why)
+            fitted = _rounded(value * factor, value * low, value * high, f"assumed: {why}")
+        figures[figure] = fitted
+    unknown = tuple(figure for figure in FIGURES if found.get(figure) is None)
     source = source or trace.attrs.get("source", "")
     source += "; times in whole us" if trace.attrs.get("resolution_us") == 1.0 else ""
     profile = DeviceProfile(name, trace.attrs.get("device", ""), source, date, figures, unknown)
@@ -241,6 +228,22 @@ def fit_profile(
     checked = validate(trace).dropna()
     error = checked["error"].abs().groupby(checked["regime"]).median().round(4).to_dict()
     return replace(profile, error=error)
+
+
+def _figure(
+    values: pd.Series, what: str, low: int = 25, middle: int = 50, high: int = 75, value: float | None = None
+) -> Figure | None:
+    """Percentiles of measured values, `value` instead of the middle one; None where there are no values."""
+    values = values.dropna().to_numpy(float)
+    if not len(values):
+        return None
+    ends = np.percentile(values, (low, middle, high))
+    return _rounded(ends[1] if value is None else value, ends[0], ends[2], f"fitted: {what}, n={len(values)}")
+
+
+def _rounded(value: float, low: float, high: float, source: str) -> Figure:
+    digits = (float(f"{x:.4g}") for x in (value, min(low, value), max(high, value)))
+    return Figure(*digits, source)
 
 
 def validate(trace: pd.DataFrame) -> pd.DataFrame:
@@ -345,19 +348,9 @@ def simulate(
         rows.append((runtime, "runtime", "host 0", -1, 0, call, call_us, np.nan, number))
         rows.append((work, kind, "stream 7", 7, -1, start, duration, launch.bytes, number))
         host, free, before = host + op_us, start + duration, (launch.call, launch.reason)
-    table = pd.DataFrame(rows, columns=list(COLUMNS)).sort_values(
-        "start_us", kind="stable", ignore_index=True
-    )
-    kinds = pd.CategoricalDtype(list(KINDS))
-    types = dict.fromkeys(("start_us", "dur_us", "bytes"), float) | dict.fromkeys(
-        ("stream", "thread"), "int64"
-    )
-    table = table.astype(
-        types | {"name": "category", "kind": kinds, "track": "category", "correlation": "int64"}
-    )
-    table.attrs = {"source": profile.name, "device": profile.device, "evidence": "modelled",
-                   "resolution_us": 0.001, "left_out": [], "label": profile.label()}  # fmt: skip
-    return table
+    about = {"source": profile.name, "device": profile.device, "evidence": "modelled"}
+    about |= {"resolution_us": 0.001, "left_out": [], "label": profile.label()}
+    return event_table(pd.DataFrame(rows, columns=COLUMNS), **about)
 
 
 def _work_us(launch: Launch, profile: DeviceProfile) -> float:
@@ -386,31 +379,32 @@ def what_if_grouped(bursts: pd.DataFrame, profile: DeviceProfile, groups: int = 
     errors, rows = profile.error or {}, []
     ends = ((profile, 0), (profile.at("fast"), -1), (profile.at("slow"), 1))  # and the sign of the error
     for burst in bursts.itertuples():
-        small = [0 if size != size else int(size) for size in burst.sizes if not size >= DEFAULT_DMA_BYTES]
+        is_large = burst.sizes >= DEFAULT_DMA_BYTES
+        small = np.nan_to_num(burst.sizes[~is_large]).astype(int).tolist()
         copies = [Launch("memcpy", 1, size, "small") for size in small]
-        large = [Launch("memcpy", 1, int(size), "large") for size in burst.sizes if size >= DEFAULT_DMA_BYTES]
+        large = [Launch("memcpy", 1, int(size), "large") for size in burst.sizes[is_large]]
         grouped = _grouped(small, groups)
-        ends_large = len(burst.sizes) and burst.sizes[-1] >= DEFAULT_DMA_BYTES
-        launches = grouped + large if ends_large else large + grouped
+        launches = grouped + large if is_large[-1:].any() else large + grouped
         # On the device: in proportion to the model's time for today's copies, where those filled the span.
         today = _queued_us(copies + large, profile)
         scale = (burst.span_us - burst.fused_us) / today if today and burst.regime != "host-bound" else 1.0
         stays = burst.fused_us + scale * _queued_us(large, profile)
-        error = errors.get(burst.regime, max(errors.values(), default=0.0))
         # On the host: what it does between the copies today, of which the model has a part, too.
         others = burst.host_span_us - max(burst.op_us, burst.host_us)
         others = max(others - profile["host_between_us"] * (len(launches) - 1), 0.0)
+        error = errors.get(burst.regime, max(errors.values(), default=0.0))
         after = []
         for p, sign in ends:
             device = stays + scale * _queued_us(grouped, p) * (1 + sign * error)
             host = _host_us(launches, p) * (1 + sign * error) - burst.lead_us + (sign >= 0) * others
             after.append(device if burst.regime == "unknown" else max(device, host))
-        after = np.array([after[0], min(after), max(after)])
-        n_launches = len(launches) + burst.n_fused
-        rows.append((burst.n_copies, burst.regime, n_launches, burst.span_us, *after, *burst.span_us - after))
-    columns = ["n_copies", "regime", "launches", "span_us", "grouped_us", "grouped_low_us", "grouped_high_us",
-               "saved_us", "saved_high_us", "saved_low_us"]  # fmt: skip
+        rows.append((len(launches) + burst.n_fused, after[0], min(after), max(after)))
+    columns = ["launches", "grouped_us", "grouped_low_us", "grouped_high_us"]
     table = pd.DataFrame(rows, columns=columns, index=bursts.index)
+    table = bursts[["n_copies", "regime", "span_us"]].join(table)
+    table["saved_us"] = table["span_us"] - table["grouped_us"]
+    table["saved_low_us"] = table["span_us"] - table["grouped_high_us"]
+    table["saved_high_us"] = table["span_us"] - table["grouped_low_us"]
     table.attrs = {"evidence": "modelled", "label": profile.label(), "groups": groups}
     return table
 
@@ -419,13 +413,12 @@ def _grouped(sizes: Sequence[int], groups: int) -> list[Launch]:
     """Launches of copies of these bytes, dealt out into foreach calls; one alone goes by copy_."""
     launches = []
     for number in range(groups):
-        tensors = [
-            torch.empty(max(size, 1), dtype=torch.uint8, device="meta") for size in sizes[number::groups]
-        ]
-        if len(tensors) == 1:
+        sizes_here = [max(size, 1) for size in sizes[number::groups]]
+        group = [torch.empty(size, dtype=torch.uint8, device="meta") for size in sizes_here]
+        if len(group) == 1:
             launches.append(Launch("memcpy", 1, sizes[number], "alone in its group"))
-        elif tensors:
-            launches += [replace(x, reason=f"group {number}") for x in foreach_launches(tensors, tensors)]
+        elif group:
+            launches += [replace(x, reason=f"group {number}") for x in foreach_launches(group, group)]
     return launches
 
 

@@ -29,7 +29,8 @@ def device_name(device: str | torch.device = "cpu") -> str:
         else []
     )
     name = models[0].partition(":")[2].strip() if models else platform.processor() or platform.machine()
-    return f"{name} ({torch.get_num_threads()} threads)"
+    threads = torch.get_num_threads()
+    return f"{name} ({threads} thread{'s' if threads > 1 else ''})"
 
 
 def choose_device(device: str = "auto") -> str:

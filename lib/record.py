@@ -38,7 +38,7 @@ from lib.grouped_copy import copy_groups
 from lib.recordings import Recording
 from lib.routes import Launch, fill_launch, routed_launches
 from lib.step import StepCopies
-from lib.strategies import BEYOND, STRATEGIES
+from lib.strategies import STRATEGIES
 from lib.timing import Timing, measure
 from lib.traces import DEVICE_KINDS, FOREACH_COPY, burst_copies, from_profiler, to_chrome_trace
 
@@ -271,7 +271,7 @@ def steps_of(
     """
     on, steps = recorder.device.torch_device, {}
     first = StepCopies.build(config, "per_copy", batch_size, on)
-    for name in STRATEGIES | BEYOND:
+    for name in STRATEGIES:
         try:
             draft = EagleDraftCudaGraphRunner(config, name, on, model)
             draft_extend = EagleDraftExtendCudaGraphRunner(config, name, on, model)

@@ -3,7 +3,7 @@
 A strategy is called with destinations and sources and performs the copies; its `launches` says what CUDA
 would be asked to do for them, on any device. Both check their input first (`grouped_copy.check_pairs`), so an
 error leaves every destination as it was. A strategy with a `plan` method works things out once for a batch
-size. `STRATEGIES` take any sources; those in `BEYOND` ask something of the engine around them.
+size. Of `STRATEGIES`, those in `ANY_SOURCES` take any sources; those in `BEYOND` ask something of the engine.
 """
 
 from __future__ import annotations
@@ -310,7 +310,7 @@ def _refuse_conversion(strategy: str, dsts: Tensors, src_dtypes: Sequence[torch.
             raise ValueError(f"{name}: {strategy} cannot convert, expected {dst.dtype}, got {dtype}")
 
 
-STRATEGIES: dict[str, Strategy] = {
+ANY_SOURCES: dict[str, Strategy] = {
     "per_copy": RoutedCopy("per_copy", per_copy),
     "uint8_view": Uint8View(),
     "grouped_foreach": RoutedCopy("grouped_foreach", grouped_foreach),
@@ -325,3 +325,5 @@ BEYOND: dict[str, Strategy] = {
     "in_graph": InGraph(),
     "no_copy": NoCopy(),
 }
+
+STRATEGIES = ANY_SOURCES | BEYOND

@@ -25,7 +25,7 @@ from lib.device_model import (
     what_if_grouped,
 )
 from lib.routes import Launch
-from lib.strategies import STRATEGIES
+from lib.strategies import ANY_SOURCES
 from lib.traces import COLUMNS, DEVICE_KINDS, burst_copies, find_copy_bursts, load_trace, to_chrome_trace
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "traces"
@@ -299,7 +299,7 @@ def test_every_strategy_can_be_played():
     dsts = [
         torch.empty(n, dtype=dtype, device="meta") for n in (4, 8, 64) for dtype in (torch.int64, torch.int32)
     ]
-    for strategy in STRATEGIES.values():
+    for strategy in ANY_SOURCES.values():
         launches = strategy.launches(dsts, [torch.empty_like(d) for d in dsts])
         assert {x.call for x in launches} <= set(CALLS) and {x.kind for x in launches} <= set(WORK)
         assert len(simulate(launches, DeviceProfile.load("a100"))) >= 2 * len(launches)

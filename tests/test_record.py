@@ -23,7 +23,7 @@ import torch
 from lib import record, recordings
 from lib.device_model import DeviceProfile, simulate
 from lib.routes import Launch
-from lib.strategies import BEYOND, DEFAULT_DMA_BYTES, STRATEGIES
+from lib.strategies import DEFAULT_DMA_BYTES, STRATEGIES
 from lib.traces import COLUMNS, load_trace
 from tests.stand_in import StandIn
 
@@ -70,12 +70,11 @@ def whole(tmp_path_factory) -> recordings.Recording:
 @pytest.fixture
 def few_strategies(monkeypatch):
     monkeypatch.setattr(record, "STRATEGIES", FEW)
-    monkeypatch.setattr(record, "BEYOND", {})
 
 
 def test_a_full_run_leaves_out_only_what_cannot_be_done_and_says_so(whole):
     assert whole.meta["parts"] == dict.fromkeys(record.PARTS, "done")
-    cannot_convert = [name for name in ("uint8_view", "arena", "no_copy") if name in STRATEGIES | BEYOND]
+    cannot_convert = [name for name in ("uint8_view", "arena", "no_copy") if name in STRATEGIES]
     skipped = [text for text in whole.missing if "cannot convert" in text]
     assert [text.split(",")[0].removeprefix("steps: ") for text in skipped] == cannot_convert
     rest = [text for text in whole.missing if text not in skipped]
@@ -88,7 +87,7 @@ def test_a_full_run_leaves_out_only_what_cannot_be_done_and_says_so(whole):
 
 
 def test_every_strategy_is_in_every_table_with_its_launches(whole):
-    runnable = [name for name in STRATEGIES | BEYOND if not any(name in text for text in whole.missing)]
+    runnable = [name for name in STRATEGIES if not any(name in text for text in whole.missing)]
     for table in ("steps", "replays"):
         assert set(runnable) <= set(whole.tables[table]["strategy"]), table
         assert whole.tables[table]["equal"].isin((True, None)).all()
@@ -455,8 +454,7 @@ from tests.stand_in import StandIn
 record.torch.cuda.is_available = lambda: False
 assert record.main(["--out", sys.argv[1]]) == 2
 assert not Path(sys.argv[1]).exists()
-record.STRATEGIES = {{name: record.STRATEGIES[name] for name in ("per_copy", "grouped_foreach")}}
-record.BEYOND = {{"fused_kernel": record.BEYOND["fused_kernel"]}}
+record.STRATEGIES = {{n: record.STRATEGIES[n] for n in ("per_copy", "grouped_foreach", "fused_kernel")}}
 path, status = record.record(StandIn(), Path(sys.argv[1]), plan=record.{LEAST!r})
 print(record.summary(record.recordings.load(path)))
 sys.exit(10 + status)

@@ -19,7 +19,7 @@ from lib.eagle.graph import CudaGraph, EagerGraph, GraphBackend
 from lib.eagle.model import DraftExtendOutput, DraftModel, DraftOutput, draft_extend_forward, draft_forward
 from lib.grouped_copy import CopyPlan
 from lib.routes import Launch, copy_launch, fill_launch
-from lib.strategies import BEYOND, STRATEGIES, FixedPlan, Strategy
+from lib.strategies import STRATEGIES, FixedPlan, Strategy
 
 
 class InputBuffers:
@@ -129,7 +129,7 @@ class GraphRunner:
 
     Args:
         config: sizes, capture batch sizes and layout.
-        strategy: a name in `STRATEGIES` or `BEYOND`, or a strategy object. Those that write from fixed
+        strategy: a name in `STRATEGIES`, or a strategy object. Those that write from fixed
             addresses take batches from `place` only.
         device: where buffers, model and graphs live.
         model: head, KV pool and request table. None builds one with seeded random weights at the first
@@ -146,7 +146,7 @@ class GraphRunner:
         model: DraftModel | None = None,
     ) -> None:
         self.config, self.model = config, model
-        self.strategy = (STRATEGIES | BEYOND)[strategy] if isinstance(strategy, str) else strategy
+        self.strategy = STRATEGIES[strategy] if isinstance(strategy, str) else strategy
         self.device = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0", as on tensors
         self.buffers = InputBuffers(config, config.table(self.table), self.device)
         self.graphs: dict[int, CudaGraph | EagerGraph] = {}
@@ -282,11 +282,11 @@ class GraphRunner:
         return self.replay_graph(batch.batch_size)
 
     def launches(self, batch: Batch) -> list[Launch]:
-        """What CUDA would be asked to do by `copy_inputs`, the padding included; on any device."""
+        """What CUDA would be asked to do by `copy_inputs` now, padding that is due included; on any device."""
         self.buffers.check(batch)
         if hasattr(self.strategy, "plan"):
             plan, srcs = self._plan(batch)
-            return plan.launches(srcs)
+            return plan.launches(srcs, constants=plan is not self.last_plan)
         padded = self.padded_batch_size(batch.batch_size) > batch.batch_size
         outside = self.strategy.large_outside
         launches = [fill_launch(tensor) for tensor, _ in self.buffers.fills(batch, padded)]
