@@ -282,7 +282,7 @@ class GraphRunner:
         return self.replay_graph(batch.batch_size)
 
     def launches(self, batch: Batch) -> list[Launch]:
-        """What CUDA would be asked to do by `copy_inputs` now, padding that is due included; on any device."""
+        """What CUDA would be asked to do by `copy_inputs` now, padding that is due included."""
         self.buffers.check(batch)
         if hasattr(self.strategy, "plan"):
             plan, srcs = self._plan(batch)
