@@ -23,7 +23,7 @@ import re
 import sqlite3
 import tempfile
 import zlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from decimal import Context, Decimal
 from functools import lru_cache
@@ -88,10 +88,6 @@ NSYS_TABLES = {
     "CUPTI_ACTIVITY_KIND_MEMSET": "memset",
     "CUPTI_ACTIVITY_KIND_GRAPH_TRACE": "graph",
 }
-NSYS_COLUMNS = (
-    "globalTid", "globalPid", "deviceId", "streamId", "correlationId", "bytes", "copyKind",
-    "nameId", "textId", "text", "demangledName",
-)  # fmt: skip
 # globalTid and globalPid hold process and thread, 24 bits each; correlations count from 1 in every process.
 NSYS_QUERY = """
     SELECT '{category}',
@@ -414,12 +410,11 @@ def _read_nsys(path: Path) -> tuple[list, dict]:
         if "StringIds" not in tables or tables.isdisjoint(NSYS_TABLES):
             expected = f"expected StringIds and some of {', '.join(NSYS_TABLES)}, got {sorted(tables)}"
             raise ValueError(f"{path}: SQLite, but no Nsight Systems export: {expected}")
-        for table in tables.intersection(NSYS_TABLES):
-            present = {column[1] for column in db.execute(f"PRAGMA table_info({table})")}
-            field = {c: f"[{c}]" if c in present else "NULL" for c in NSYS_COLUMNS}
-            field["task"] = f"COALESCE({field['globalTid']}, {field['globalPid']})"
-            query = NSYS_QUERY.format(**field, category=NSYS_TABLES[table], table=table)
-            rows += [_row(*event) for event in db.execute(query)]
+        for table in sorted(tables.intersection(NSYS_TABLES)):
+            fields = defaultdict(lambda: "NULL", category=NSYS_TABLES[table], table=table)
+            fields |= {column: f"[{column}]" for _, column, *_ in db.execute(f"PRAGMA table_info({table})")}
+            fields["task"] = f"COALESCE({fields['globalTid']}, {fields['globalPid']})"
+            rows += [_row(*event) for event in db.execute(NSYS_QUERY.format_map(fields))]
         gpus = db.execute("SELECT id, name FROM TARGET_INFO_GPU") if "TARGET_INFO_GPU" in tables else ()
         return [*zip(*rows)], {"deviceProperties": [{"id": number, "name": name} for number, name in gpus]}
 

@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +37,7 @@ STORED = {
 }
 
 
+@cache
 def shared(name: str) -> pd.DataFrame:
     path = SHARED / f"{name}.pt.trace.json.gz"
     if not path.is_file():
@@ -78,7 +80,7 @@ def test_spans_of_held_out_bursts_within_10_percent(name):
 
 
 def test_a_prediction_uses_no_device_time_of_its_bursts():
-    trace = shared("v100_ddp_training")
+    trace = shared("v100_ddp_training").copy()
     before = validate(trace)
     copies = burst_copies(trace, kinds=("memcpy",))
     later = copies.index[copies["burst"] >= 5]

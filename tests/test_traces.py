@@ -4,6 +4,7 @@ import gzip
 import json
 import math
 import sqlite3
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +36,11 @@ def shared(name: str) -> Path:
     if not path.is_file():
         pytest.skip(f"{path.name} is not there: the shared traces lie outside the project")
     return path
+
+
+@cache
+def shared_table(name: str) -> pd.DataFrame:
+    return load_trace(shared(name))
 
 
 def span(cat, name, ts, dur, pid=1, tid=1, **args):
@@ -416,17 +422,17 @@ def test_any_json_gives_a_table_or_a_value_error(tmp_path_factory, events, prope
 
 
 def reference_bursts(table: pd.DataFrame, min_copies: int, kinds) -> list[dict]:
-    found = []
+    found, events = [], list(table.itertuples())
     for track in table["track"].unique():
         run, ready, waiting = [], None, []
-        rows = [r for r in table.itertuples() if r.track == track and r.kind in DEVICE_KINDS]
+        rows = [r for r in events if r.track == track and r.kind in DEVICE_KINDS]
         for row in [*rows, None]:
             if row is not None and row.kind in kinds:
                 run.append(row)
                 waiting.append(ready)
             else:
                 if len(run) >= min_copies:
-                    found.append(reference_burst(table, run, waiting))
+                    found.append(reference_burst(events, run, waiting))
                 run, waiting = [], []
             if row is not None:
                 end = row.start_us + row.dur_us
@@ -434,12 +440,12 @@ def reference_bursts(table: pd.DataFrame, min_copies: int, kinds) -> list[dict]:
     return sorted(found, key=lambda b: (b["start_us"], b["track"]))
 
 
-def reference_burst(table: pd.DataFrame, run: list, ready: list) -> dict:
+def reference_burst(events: list, run: list, ready: list) -> dict:
     covered, reached, idle, waited, calls = 0.0, -math.inf, 0.0, 0.0, []
     for row, free in zip(run, ready):
         end = row.start_us + row.dur_us
         call = [
-            c for c in table.itertuples()
+            c for c in events
             if c.kind == "runtime" and c.correlation == row.correlation and c.correlation >= 0
         ]  # fmt: skip
         calls += call
@@ -524,7 +530,7 @@ def test_one_call_behind_several_kernels_counts_once(tmp_path):
     ],
 )
 def test_shared_traces_hold_what_their_readme_says(name, events, dtod, bursts, copies):
-    table = load_trace(shared(name))
+    table = shared_table(name)
     left_out = sum(int(why.split()[0]) for why in table.attrs["left_out"] if why.endswith("left out"))
     assert len(table) + left_out == events
     assert (table["kind"] == "memcpy").sum() == dtod
@@ -535,7 +541,7 @@ def test_shared_traces_hold_what_their_readme_says(name, events, dtod, bursts, c
 
 
 def test_v100_figures():
-    table = load_trace(shared("v100_ddp_training"))
+    table = shared_table("v100_ddp_training")
     host = table.groupby("name", observed=True)["dur_us"].median()
     assert host["cudaMemcpyAsync"] == pytest.approx(4.6, abs=0.05)
     assert host["aten::copy_"] == pytest.approx(7.3, abs=0.05)
@@ -551,7 +557,7 @@ def test_v100_figures():
 
 
 def test_a100_training_copies_for_1_6_to_3_1_percent_of_its_bursts():
-    bursts = find_copy_bursts(load_trace(shared("a100_ddp_training")))
+    bursts = find_copy_bursts(shared_table("a100_ddp_training"))
     assert len(bursts) == 6 and bursts["n_copies"].between(159, 161).all()
     busy = (1 - bursts["idle_share"]).round(3)
     assert (busy.min(), busy.max()) == (0.016, 0.031)
@@ -559,7 +565,7 @@ def test_a100_training_copies_for_1_6_to_3_1_percent_of_its_bursts():
 
 
 def test_graph_trace_joins_all_but_140_copies():
-    copies = load_trace(shared("a100_graph_launches"))
+    copies = shared_table("a100_graph_launches")
     copies = burst_copies(copies, min_copies=1, kinds=("memcpy",))
     assert copies["call_us"].isna().sum() == 140
 
