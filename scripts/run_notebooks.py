@@ -119,7 +119,10 @@ def main() -> int:
     machine = choose_machine(options.device, parser)
     parameters = {"device": machine["device"], "quick": options.quick} | extra
 
-    run.mkdir(parents=True, exist_ok=True)
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--output: {error}")
     summary: dict[str, Any] = {"started": started.isoformat(), "seconds": 0.0, "complete": False}
     summary |= {"machine": machine, "parameters": parameters, "peak_limit_mb": PEAK_LIMIT_MB, "notebooks": []}
     records, clock = summary["notebooks"], time.monotonic()

@@ -1,6 +1,6 @@
 """The two runners: launches, padding, copies, errors, and outputs that do not depend on the strategy."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -332,3 +332,48 @@ def test_contradicting_sizes(overrides, says):
 def test_unknown_preset():
     with pytest.raises(ValueError, match="llama3-8b"):
         EagleConfig.preset("llama3-9b")
+
+
+def test_a_source_that_autograd_follows_leaves_the_static_buffers_alone():
+    """With requires_grad on a buffer later batches would be refused, or a graph would grow step by step."""
+    for strategy in ANY_SOURCES:
+        runner, batch = make("draft", strategy=strategy)
+        followed = replace(batch, topk_p=batch.topk_p.clone().requires_grad_())
+        for each in (followed, batch, followed):
+            runner.copy_inputs(each)
+        assert not any(t.requires_grad for t in runner.buffers.tensors.values()), strategy
+
+
+@pytest.mark.parametrize("strategy", ANY_SOURCES)
+def test_first_used_in_inference_mode_it_serves_outside_too(strategy):
+    with torch.inference_mode():
+        runner, batch = make("draft", strategy=strategy)
+        first = [t.clone() for t in runner.replay(batch)]
+    copies = {f.name: getattr(batch, f.name) for f in fields(batch)}
+    batch = replace(batch, **{name: t.clone() for name, t in copies.items() if t is not None})
+    assert all(torch.equal(a, b) for a, b in zip(first, runner.replay(batch)))
+
+
+@pytest.mark.parametrize("bad", [torch.tensor(3), [1, 2, 3]])
+def test_seq_lens_that_are_no_vector_are_named(bad):
+    runner, batch = make("draft")
+    with pytest.raises(ValueError, match=r"seq_lens: expected a tensor of one length"):
+        runner.copy_inputs(replace(batch, seq_lens=bad))
+
+
+def test_batch_sizes_that_were_never_captured_and_unknown_strategies_are_refused():
+    runner, _ = make("draft")
+    for size in (0, -1, runner.config.max_batch_size + 1):
+        with pytest.raises(ValueError, match="batch size: expected 1 to"):
+            runner.replay_graph(size)
+    with pytest.raises(ValueError, match="strategy: expected one of"):
+        EagleDraftCudaGraphRunner(EagleConfig.tiny(), "per-copy")
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"num_heads": 0}, {"hidden_size": -128}, {"vocab_size": 2}, {"max_context_len": 2}]
+)
+def test_sizes_that_contradict_each_other_are_refused(sizes):
+    (name,) = sizes
+    with pytest.raises(ValueError, match=name):
+        EagleConfig.tiny(**sizes)

@@ -115,6 +115,11 @@ class EagleConfig:
             raise ValueError(
                 f"expected topk >= 1 and num_steps >= 2 (1 leaves nothing to capture), got {k}, {s}"
             )
+        for name in ("hidden_size", "num_heads", "intermediate_size", "num_target_layers"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        if self.vocab_size < k:
+            raise ValueError(f"vocab_size: expected at least topk, {k}, got {self.vocab_size}")
         if self.hidden_size % (2 * self.num_heads):
             raise ValueError(
                 f"hidden_size {self.hidden_size} does not split into {self.num_heads} even heads"
@@ -123,6 +128,10 @@ class EagleConfig:
         w = self.num_draft_tokens or min(16, candidates)
         if not s + 1 <= w <= candidates:
             raise ValueError(f"num_draft_tokens: expected {s + 1} to {candidates} for {k=}, {s=}, got {w}")
+        if self.max_context_len <= max(w, s):
+            raise ValueError(
+                f"max_context_len: expected more than a step adds, {w}, got {self.max_context_len}"
+            )
         slots = self.kv_slots or 1 + sizes[-1] * (self.max_context_len + k * s)
         for name, value in (("capture_batch_sizes", sizes), ("num_draft_tokens", w), ("kv_slots", slots)):
             object.__setattr__(self, name, value)
@@ -200,7 +209,9 @@ class Batch:
     def batch_size(self) -> int:
         if self.seq_lens is None:
             raise ValueError("seq_lens: required field is missing")
-        return self.seq_lens.shape[0]
+        if not isinstance(self.seq_lens, Tensor) or self.seq_lens.dim() != 1:
+            raise ValueError(f"seq_lens: expected a tensor of one length a request, got {self.seq_lens!r}")
+        return len(self.seq_lens)
 
     def to(self, device: str | torch.device):
         """The same batch with its device fields on `device`; seq_lens_cpu stays on the host."""

@@ -25,6 +25,7 @@ from lib.strategies import STRATEGIES, FixedPlan, Strategy
 class InputBuffers:
     """The static inputs of a runner's graphs, one tensor a field, for the largest captured batch size."""
 
+    @torch.inference_mode(False)  # what is made in inference mode could not be written outside of it
     def __init__(self, config: EagleConfig, fields: tuple[Field, ...], device: torch.device) -> None:
         self.config, self.fields, self.device = config, fields, device
         self.device_fields = [f for f in fields if not f.host]
@@ -146,6 +147,8 @@ class GraphRunner:
         model: DraftModel | None = None,
     ) -> None:
         self.config, self.model = config, model
+        if isinstance(strategy, str) and strategy not in STRATEGIES:
+            raise ValueError(f"strategy: expected one of {list(STRATEGIES)}, got {strategy!r}")
         self.strategy = STRATEGIES[strategy] if isinstance(strategy, str) else strategy
         self.device = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0", as on tensors
         self.buffers = InputBuffers(config, config.table(self.table), self.device)
@@ -160,6 +163,8 @@ class GraphRunner:
     def forward(self, inputs: dict[str, Tensor]) -> NamedTuple:
         raise NotImplementedError
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def capture(self) -> None:
         """Capture a graph for every batch size. The first replay does it where it was not done before."""
         self.model = self.model or DraftModel.random(self.config, self.device)
@@ -178,6 +183,7 @@ class GraphRunner:
 
             self.graphs[bs] = backend.capture(compute)
 
+    @torch.no_grad()
     def place(self, batch: Batch) -> Batch:
         """Play the producer: the batch, written to where the strategy wants it, padding included.
 
@@ -198,6 +204,7 @@ class GraphRunner:
                 placed[f.name] = output[:rows].copy_(source)
         return replace(batch, **placed)
 
+    @torch.inference_mode(False)
     def _fixed_plan(self, captured: int) -> FixedPlan:
         if captured not in self.fixed_plans:
             c, fields = self.config, self.buffers.device_fields
@@ -231,8 +238,10 @@ class GraphRunner:
         return self.plans[key], srcs
 
     def padded_batch_size(self, batch_size: int) -> int:
-        """The smallest captured batch size that holds the batch."""
+        """The smallest captured batch size that holds the batch. Raises ValueError where none does."""
         sizes = self.config.capture_batch_sizes
+        if not 1 <= batch_size <= sizes[-1]:
+            raise ValueError(f"batch size: expected 1 to {sizes[-1]}, the largest captured, got {batch_size}")
         return sizes[bisect_left(sizes, batch_size)]
 
     def copy_inputs(self, batch: Batch) -> None:
@@ -241,7 +250,8 @@ class GraphRunner:
         Raises:
             ValueError: a batch larger than the largest captured, a missing required field, a wrong shape,
                 dtype or device (`InputBuffers.check`); nothing is written then.
-            Exception: a strategy's own refusal; of the batch nothing is written then.
+            Exception: a strategy's own refusal; of the batch nothing is written then. Padding may be, which
+                SGLang fills first, too; a plan writes nothing.
         """
         self.buffers.check(batch)
         padded = self.padded_batch_size(batch.batch_size) > batch.batch_size
@@ -252,12 +262,13 @@ class GraphRunner:
             self.buffers.copy_host_fields(batch, padded)
             return
         outside = self.strategy.large_outside
-        for tensor, value in self.buffers.fills(batch, padded):
-            tensor.fill_(value)
-        self.strategy(*self.buffers.pairs(batch, large=False if outside else None))
-        if outside:
-            for dst, src in zip(*self.buffers.pairs(batch, large=True)[:2]):
-                dst.copy_(src)
+        with torch.no_grad():  # a source that autograd follows must not make it follow a static buffer
+            for tensor, value in self.buffers.fills(batch, padded):
+                tensor.fill_(value)
+            self.strategy(*self.buffers.pairs(batch, large=False if outside else None))
+            if outside:
+                for dst, src in zip(*self.buffers.pairs(batch, large=True)[:2]):
+                    dst.copy_(src)
         self.buffers.copy_host_fields(batch, padded)
 
     def replay_graph(self, batch_size: int) -> NamedTuple:
