@@ -97,7 +97,7 @@ NSYS_QUERY = """
         CASE WHEN {correlationId} > 0 THEN ({task} >> 24 & 0xFFFFFF) << 32 | {correlationId} END, {bytes}
     FROM {table} LEFT JOIN StringIds ON StringIds.id = COALESCE({nameId}, {textId}, {demangledName})"""
 
-_BLOCK = 1 << 19  # JSON text decoded at a time
+_BLOCK = 1 << 18  # JSON text decoded at a time
 _LIST_START = re.compile(rb'\A\s*\[|"traceEvents"\s*:\s*\[')
 _BETWEEN_EVENTS = re.compile(rb"\}\s*,\s*\{")
 _EXACT = Context(prec=40, traps=[])  # 1.7e15 us since 1970: a double would round ts to 0.25 us
@@ -140,7 +140,7 @@ def load_trace(path: str | os.PathLike) -> pd.DataFrame:
     cannot be placed (no, a negative or a non-finite duration, no stream, a category not in CATEGORIES) is
     left out, and `attrs["left_out"]` says how many.
 
-    JSON is decoded in blocks of 512 KiB, so memory goes with the table rather than the text: a file of 1 GB
+    JSON is decoded in blocks of 256 KiB, so memory goes with the table rather than the text: a file of 1 GB
     grows the process by 1.4 times the file's size at the peak (benchmarks/trace_loading.py --gigabytes 1).
 
     Raises:
@@ -364,7 +364,7 @@ def _read_json(stream: BinaryIO, path: Path) -> Iterator[tuple[list, dict]]:
     # Where no place was found (an event longer than a block, a long tail), twice the text is tried.
     while more := stream.read(max(_BLOCK, len(text))):
         text += more
-        for place in list(_BETWEEN_EVENTS.finditer(text, len(text) - _BLOCK // 64))[:-4:-1]:
+        for place in list(_BETWEEN_EVENTS.finditer(text, len(text) - _BLOCK // 16))[:-4:-1]:
             with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
                 yield _decode(head + text[: place.start() + 1] + closing)
                 text = text[place.end() - 1 :]
