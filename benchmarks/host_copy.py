@@ -19,7 +19,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lib import CopyPlan
+from lib import CopyPlan, grouped_foreach_copy_
 from lib.eagle import DraftBatch, EagleConfig
 from lib.eagle.fields import Field
 from lib.evidence import device_name, label
@@ -33,7 +33,7 @@ LIMITS = {  # of SGLang's replay section
 
 
 def grouped_foreach_copy_as_sglang(dsts: list[Tensor], srcs: list[Tensor]) -> None:
-    """The helper of sglang's pull request 28465, re-stated: group by dtype pair, one foreach call each."""
+    """The helper that sglang's pull request 28465 applies, re-stated: group by dtype pair, one call each."""
     groups: dict[tuple, tuple[list[Tensor], list[Tensor]]] = {}
     for dst, src in zip(dsts, srcs):
         key = (dst.dtype, src.dtype)
@@ -79,7 +79,7 @@ def per_copy(b: Buffers, padded_bs: int) -> Way:
     return way
 
 
-def sglang(b: Buffers, padded_bs: int) -> Way:
+def sglang(b: Buffers, padded_bs: int, grouped_copy: Callable = grouped_foreach_copy_as_sglang) -> Way:
     """SGLang's replay section since then: fills when padded, two lists, groups, hidden_states alone."""
 
     def way(batch: DraftBatch) -> None:
@@ -102,7 +102,7 @@ def sglang(b: Buffers, padded_bs: int) -> Way:
             batch.topk_index,
             batch.req_pool_indices,
         ]
-        grouped_foreach_copy_as_sglang(dsts, srcs)
+        grouped_copy(dsts, srcs)
         b.hidden_states[:bs].copy_(batch.hidden_states)
 
     return way
@@ -150,6 +150,7 @@ def compare(
     ways = {
         "per copy": per_copy(Buffers(config, device), padded_bs),
         "sglang": sglang(Buffers(config, device), padded_bs),
+        "sglang, checked": sglang(Buffers(config, device), padded_bs, grouped_foreach_copy_),
         "plan": plan(Buffers(config, device), bs, padded_bs, constants=False),
         "plan, unchecked": plan(Buffers(config, device), bs, padded_bs, check=False, constants=False),
     }

@@ -116,7 +116,9 @@ class DeviceProfile:
         """What a plot or table of modelled numbers has to say about them."""
         errors = ", ".join(f"{regime} {error:.1%}" for regime, error in (self.error or {}).items())
         name = f"{self.name} of {self.date}" if self.date else self.name
-        return f"modelled · {self.device}, profile {name} · median span error {errors or 'unknown'}"
+        assumed = " · foreach figures assumed" if "host_foreach_us" in self.unknown else ""
+        error = f"median span error of single copies {errors or 'unknown'}"
+        return f"modelled · {self.device}, profile {name} · {error}{assumed}"
 
     def save(self, path: str | Path) -> None:
         text = json.dumps(asdict(self), indent=1, allow_nan=False)

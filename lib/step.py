@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -127,6 +127,21 @@ def span_us(launches: list[Launch], profile: DeviceProfile) -> float:
     """Modelled time from the first host call to the end of the last work on the device."""
     table = simulate(launches, profile)
     return float((table.start_us + table.dur_us).max())
+
+
+def assumed_range_us(launches: list[Launch], profile: DeviceProfile) -> tuple[float, float]:
+    """`span_us` with the profile's assumed figures at their fast and at their slow ends; fitted ones stay."""
+    ends = []
+    for end in ("fast", "slow"):
+        figures = profile.figures | {name: profile.at(end).figures[name] for name in profile.unknown}
+        ends.append(span_us(launches, replace(profile, figures=figures)))
+    return ends[0], ends[1]
+
+
+def saving(before: list[Launch], after: list[Launch], profile: DeviceProfile) -> str:
+    """ "63 µs (34 to 77)": the modelled saving, and its range over what the profile assumes of foreach."""
+    whole, (fast, slow) = span_us(before, profile), assumed_range_us(after, profile)
+    return f"{whole - span_us(after, profile):.0f} µs ({whole - slow:.0f} to {whole - fast:.0f})"
 
 
 def idle_share(launches: list[Launch], profile: DeviceProfile) -> float:
