@@ -22,7 +22,7 @@ HEADLINES = (
         ("launches_grouped_foreach_dma",),
         "launches for the same bytes, grouped, large fields by driver memcpy",
     ),
-    (("host_us_saved", "modelled_us_saved_v100"), "µs saved in every speculative step"),
+    (("host_us_saved", "modelled_us_saved_v100"), "saved in every speculative step"),
 )
 LAUNCH_TABLE = "launch_table"
 QUESTION = "Why do a few hundred bytes of copying cost tens of microseconds a step, and which copy is right?"
