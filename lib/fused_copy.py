@@ -48,10 +48,11 @@ class Pair(NamedTuple):
 def describe(dst: Tensor, src: Tensor) -> Pair | None:
     """The pair for the kernel, or None for what stays with `copy_`.
 
-    That is lazy conj and neg bits, and conversions whose result C++ or the device is free to choose: a float
-    to an integer (out of range), to and from complex and fp8.
+    That is lazy conj and neg bits, a subclass without memory of its own, and conversions whose result C++ or
+    the device is free to choose: a float to an integer (out of range), to and from complex and fp8.
     """
-    if is_lazy(dst, src):
+    no_memory = dst.numel() > 0 and not dst.is_meta and 0 in (dst.data_ptr(), src.data_ptr())
+    if no_memory or is_lazy(dst, src):
         return None
     itemsize = dst.element_size()
     if dst.dtype == src.dtype:
@@ -95,8 +96,7 @@ class FusedPlan(CopyPlan):
     def launches(self, srcs: Sequence[Tensor] | None = None, constants: bool = True) -> list[Launch]:
         from lib.routes import Launch, copy_launch
 
-        srcs = self._stand_ins() if srcs is None else srcs
-        srcs = [*srcs, *self._constants] if constants else srcs
+        srcs = self._checked(srcs, constants)
         pairs, singles = self._split(srcs)
         launches = []
         for chunk in _chunks(pairs):

@@ -14,11 +14,14 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from math import gcd
 from operator import attrgetter, contains
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 if TYPE_CHECKING:
     from lib.routes import Launch
@@ -27,22 +30,9 @@ _foreach_copy_ = getattr(torch, "_foreach_copy_", None)
 
 # What PyTorch's fused kernel is built for in every release since 2.6 (ForeachBinaryOpList.cu). For any other
 # dtype, uint16/32/64, complex32, float8_e8m0fnu or float4, it raises on CUDA where `copy_` would not.
-FUSED_DTYPES = frozenset(
-    {
-        torch.bool,
-        torch.uint8,
-        torch.int8,
-        torch.int16,
-        torch.int32,
-        torch.int64,
-        torch.float16,
-        torch.bfloat16,
-        torch.float32,
-        torch.float64,
-        torch.complex64,
-        torch.complex128,
-    }
-)
+_INTEGERS = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
+_FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+FUSED_DTYPES = _INTEGERS | _FLOATS | {torch.complex64, torch.complex128}
 
 # The fused kernel passes these through float32, which may change a NaN's payload, and older releases lack the
 # fp8 ones altogether. A pair that does not convert is copied as integers of the same width: exact everywhere.
@@ -51,8 +41,6 @@ SAME_WIDTH_INT = {torch.float16: torch.int16, torch.bfloat16: torch.int16} | {
     for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
     if hasattr(torch, name)
 }
-
-_INTEGERS = frozenset(d for d in FUSED_DTYPES if not d.is_floating_point and not d.is_complex)
 
 # A fused kernel copies a chunk of 65,536 elements with one block, at about the rate of one multiprocessor:
 # tens of GB/s, so 2 to 3 us for 64 KiB, which is what a memcpy of its own costs (4.6 us of host time on a
@@ -69,6 +57,7 @@ def grouped_foreach_copy_(
     Grouping by the *pair* is a matter of correctness: until January 2026 the fused kernel took equal source
     dtypes with mixed destination dtypes for one dtype and wrote wrong values (pytorch issue 173383). What the
     kernel cannot take (see `group_pairs`) goes to `copy_`, as does everything where torch lacks the op.
+    Autograd does not record the copies: static buffers belong to no step's graph.
 
     Args:
         dsts: tensors of any shape and dtype; non-contiguous, 0-dim and empty ones are fine.
@@ -85,16 +74,22 @@ def grouped_foreach_copy_(
 def copy_groups(
     dsts: Sequence[Tensor], srcs: Sequence[Tensor], groups: Sequence[Sequence[int]], singles: Sequence[int]
 ) -> None:
-    """Copy each group by one `_foreach_copy_` and each single by `copy_`; nothing is checked here."""
-    for group in groups:
-        group_dsts, group_srcs = [dsts[i] for i in group], [srcs[i] for i in group]
-        dtype = SAME_WIDTH_INT.get(group_dsts[0].dtype)
-        if dtype is not None and group_srcs[0].dtype == group_dsts[0].dtype:
-            group_dsts = [t.view(dtype) for t in group_dsts]
-            group_srcs = [t.view(dtype) for t in group_srcs]
-        _foreach_copy_(group_dsts, group_srcs)
-    for i in singles:
-        dsts[i].copy_(srcs[i])
+    """Copy each group by one `_foreach_copy_` and each single by `copy_`; nothing is checked nor recorded."""
+    with unrecorded():
+        for group in groups:
+            group_dsts, group_srcs = [dsts[i] for i in group], [srcs[i] for i in group]
+            dtype = SAME_WIDTH_INT.get(group_dsts[0].dtype)
+            if dtype is not None and group_srcs[0].dtype == group_dsts[0].dtype:
+                group_dsts = [t.view(dtype) for t in group_dsts]
+                group_srcs = [t.view(dtype) for t in group_srcs]
+            _foreach_copy_(group_dsts, group_srcs)
+        for i in singles:
+            dsts[i].copy_(srcs[i])
+
+
+def unrecorded() -> AbstractContextManager:
+    """`no_grad()` where autograd would record, else nothing, for it costs as much as a small copy."""
+    return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
 
 
 def group_pairs(dsts: Sequence[Tensor], srcs: Sequence[Tensor]) -> tuple[list[list[int]], list[int]]:
@@ -133,7 +128,7 @@ def split_large(
     kept, singles = [], list(singles)
     for group in groups:
         small = [i for i in group if dsts[i].nbytes < dma_bytes or dsts[i].dtype != srcs[i].dtype]
-        if len(small) > 1:
+        if sum(dsts[i].numel() > 0 for i in small) > 1:  # empty ones launch nothing to share
             kept.append(small)
             singles += [i for i in group if i not in small]
         else:
@@ -174,40 +169,31 @@ def check_pairs(dsts: Sequence[Tensor], srcs: Sequence[Tensor], names: Sequence[
     destination that overlaps itself, its own source in part, or any tensor of another pair; a destination
     that autograd or inference mode forbids to write. Sources may share memory with each other.
     """
-    if len(dsts) != len(srcs):
-        raise ValueError(
-            f"expected one source a destination, got {len(dsts)} destinations, {len(srcs)} sources"
-        )
-    if names is not None and len(names) != len(dsts):
-        raise ValueError(f"expected one name a pair, got {len(names)} names for {len(dsts)} pairs")
-
+    check_count(dsts, "source", srcs)
+    check_count(dsts, "name", names)
     strided = torch.strided
     forbids_grad, forbids_inference = torch.is_grad_enabled(), not torch.is_inference_mode_enabled()
     spans: list[tuple[int, int, int, bool]] = []  # first byte, end, pair, whether a destination
     for i, (dst, src) in enumerate(zip(dsts, srcs)):
-        if dst.shape != src.shape:
-            raise ValueError(f"{_pair(i, names, dst, src)}: expected equal shapes")
-        if dst.device != src.device:
-            raise ValueError(
-                f"{_pair(i, names, dst, src)}: expected one device, got {dst.device} and {src.device}"
-            )
-        if dst.layout != strided or src.layout != strided:
-            raise ValueError(
-                f"{_pair(i, names, dst, src)}: expected strided, got {dst.layout} and {src.layout}"
-            )
-        if forbids_grad and dst.requires_grad:
-            raise ValueError(f"{_pair(i, names, dst, src)}: destination requires grad; copy under no_grad()")
-        if forbids_inference and dst.is_inference():
-            raise ValueError(f"{_pair(i, names, dst, src)}: destination is an inference tensor")
-        if not dst.is_contiguous() and overlaps_itself(dst):
-            raise ValueError(
-                f"{_pair(i, names, dst, src)}: destination overlaps itself, strides {dst.stride()}"
-            )
-        if dst.numel() and not dst.is_meta:  # no memory, nothing to share
-            start, end = _byte_span(dst)
-            spans.append((start, end, i, True))
-            start, end = _byte_span(src)
-            spans.append((start, end, i, False))
+        fault = None
+        if dst.layout != strided or src.layout != strided or dst.is_nested or src.is_nested:
+            layouts = ("nested" if t.is_nested else str(t.layout) for t in (dst, src))
+            fault = f"expected strided, got {' and '.join(layouts)}"
+        elif dst.shape != src.shape:
+            fault = "expected equal shapes"
+        elif dst.device != src.device:
+            fault = f"expected one device, got {dst.device} and {src.device}"
+        elif forbids_grad and dst.requires_grad:
+            fault = "destination requires grad; copy under no_grad()"
+        elif forbids_inference and dst.is_inference():
+            fault = "destination is an inference tensor"
+        elif not dst.is_contiguous() and overlaps_itself(dst):
+            fault = f"destination overlaps itself, strides {dst.stride()}"
+        if fault is not None:
+            raise ValueError(f"{_pair(i, names, dst, src)}: {fault}")
+        for t, written in ((dst, True), (src, False)):
+            if start := t.data_ptr():  # 0: empty, meta, or a subclass without memory of its own
+                spans.append((start, start + _span(t), i, written))
 
     spans.sort()
     reach = 0
@@ -220,18 +206,18 @@ def check_pairs(dsts: Sequence[Tensor], srcs: Sequence[Tensor], names: Sequence[
 
 def _check_overlaps(spans: list[tuple], dsts, srcs, names) -> None:
     """The exact check, for spans of bytes of which some cross: sources may, columns of one matrix do."""
-    active: list[tuple] = []  # spans that reach past the start of the current one
-    for span in spans:
-        active = [other for other in active if other[1] > span[0]]
-        for other in active:
-            if not (span[3] or other[3]):
+    active: list[tuple] = []  # spans that reach past the start of the current one, with layouts
+    for start, end, i, written in spans:
+        layout = _layout((dsts if written else srcs)[i])
+        active = [other for other in active if other[1] > start]
+        for first, _, j, other_written, other in active:
+            onto_itself = i == j and first == start and other == layout
+            if onto_itself or not (written or other_written) or not _share(start - first, other, layout):
                 continue
-            (_, _, i, _), (_, _, j, _) = (span, other) if span[3] else (other, span)
-            s, t = ((dsts if is_dst else srcs)[k] for _, _, k, is_dst in (span, other))
-            if _forbidden_overlap(s, t, same_pair=i == j):
-                what = "its own source, in part" if i == j else f"memory of {_name(j, names)}"
-                raise ValueError(f"{_pair(i, names, dsts[i], srcs[i])}: destination shares {what}")
-        active.append(span)
+            dst, partner = (i, j) if written else (j, i)
+            what = "its own source, in part" if i == j else f"memory of {_name(partner, names)}"
+            raise ValueError(f"{_pair(dst, names, dsts[dst], srcs[dst])}: destination shares {what}")
+        active.append((start, end, i, written, layout))
 
 
 def overlaps_itself(t: Tensor) -> bool:
@@ -240,45 +226,72 @@ def overlaps_itself(t: Tensor) -> bool:
         return False
     dims = sorted((stride, size) for size, stride in zip(t.shape, t.stride()) if size != 1)
     reach = 0
-    for stride, size in dims:
+    for i, (stride, size) in enumerate(dims):
         if stride == 0:
             return True
-        if stride <= reach:  # interleaved dimensions: only the addresses themselves can tell
-            return _element_offsets(t).unique().numel() != t.numel()
+        if stride <= reach:  # interleaved with smaller strides: some steps along this one, back along those
+            back = [(smaller, 1 - n, n - 1) for smaller, n in dims[:i]]
+            if _solvable(stride, [(stride, 2 - size, 0), *back]):
+                return True
         reach += stride * (size - 1)
     return False
 
 
-def _byte_span(t: Tensor) -> tuple[int, int]:
-    start = t.data_ptr()
+def _span(t: Tensor) -> int:
+    """Bytes from the first of a tensor to the end of its last."""
     if t.is_contiguous():
-        return start, start + t.nbytes
+        return t.nbytes
     last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride()))
-    return start, start + (last + 1) * t.element_size()
+    return (last + 1) * t.element_size()
 
 
-def _forbidden_overlap(s: Tensor, t: Tensor, same_pair: bool) -> bool:
-    """Whether two tensors share a byte; a pair whose two sides are the same elements is let through."""
-    if same_pair and s.data_ptr() == t.data_ptr() and s.element_size() == t.element_size():
-        dims = zip(s.shape, s.stride(), t.stride())
-        if all(a == b for n, a, b in dims if n != 1):
-            return False
-    if s.is_contiguous() and t.is_contiguous():
-        return True
-    return bool(torch.isin(_byte_addresses(s), _byte_addresses(t)).any())
-
-
-def _element_offsets(t: Tensor) -> Tensor:
-    """int64 offsets, in elements, of every element of `t` from its first, flat, on the CPU."""
-    offsets = torch.zeros(1, dtype=torch.int64)
-    for size, stride in zip(t.shape, t.stride()):
-        offsets = (offsets[:, None] + torch.arange(size) * stride).flatten()
-    return offsets
-
-
-def _byte_addresses(t: Tensor) -> Tensor:
+def _layout(t: Tensor) -> tuple:
+    """Bytes an element, and (stride in bytes, size) of every dimension with more than one."""
     itemsize = t.element_size()
-    return (t.data_ptr() + (_element_offsets(t) * itemsize)[:, None] + torch.arange(itemsize)).flatten()
+    return itemsize, *((stride * itemsize, n) for n, stride in zip(t.shape, t.stride()) if n != 1)
+
+
+@lru_cache(4096)
+def _share(distance: int, a: tuple, b: tuple) -> bool:
+    """Whether a tensor laid out as `a` shares a byte with one as `b` that starts `distance` bytes later."""
+    unit = gcd(distance, a[0], b[0])  # all addresses are multiples of it, and elements are whole units
+    bounds: dict[int, tuple[int, int]] = {}  # steps of each stride, those of b counted backwards
+    for (itemsize, *dims), backwards in ((a, False), (b, True)):
+        for stride, size in ((unit, itemsize // unit), *dims):
+            low, high = bounds.get(stride, (0, 0))
+            bounds[stride] = (low - size + 1, high) if backwards else (low, high + size - 1)
+    return _solvable(distance, [(stride, *steps) for stride, steps in bounds.items() if stride])
+
+
+def _solvable(total: int, terms: list[tuple[int, int, int]]) -> bool:
+    """Whether integers low <= x <= high exist with sum(stride * x) == total; terms are (stride, low, high).
+
+    Largest stride first, it keeps every amount that the smaller ones could still make up for: a few where
+    strides are nested, as those of one matrix are.
+    """
+    terms, amounts = sorted(terms, reverse=True), {total}
+    for i, (stride, low, high) in enumerate(terms, 1):
+        least, most = (sum(term[0] * term[side] for term in terms[i:]) for side in (1, 2))
+        divisor = gcd(*(term[0] for term in terms[i:])) or 1
+        amounts = {
+            amount - stride * x
+            for amount in amounts
+            for x in range(max(low, -((most - amount) // stride)), min(high, (amount - least) // stride) + 1)
+            if (amount - stride * x) % divisor == 0
+        }
+    return 0 in amounts
+
+
+def check_count(dsts: Sequence[Tensor], what: str, items: Sequence | None) -> None:
+    """Raise ValueError where there are items (sources, dtypes, names) but not one a destination."""
+    if items is not None and len(items) != len(dsts):
+        raise ValueError(f"expected one {what} a destination, got {len(items)} for {len(dsts)} destinations")
+
+
+def pair_names(dsts: Sequence[Tensor], names: Sequence[str] | None) -> list[str]:
+    """The names, or "pair 0" and so on. Raises ValueError as `check_count`."""
+    check_count(dsts, "name", names)
+    return [f"pair {i}" for i in range(len(dsts))] if names is None else list(names)
 
 
 def _name(i: int, names: Sequence[str] | None) -> str:
@@ -286,8 +299,8 @@ def _name(i: int, names: Sequence[str] | None) -> str:
 
 
 def _pair(i: int, names: Sequence[str] | None, dst: Tensor, src: Tensor) -> str:
-    sides = (f"{side} {tuple(t.shape)} {t.dtype}" for side, t in (("destination", dst), ("source", src)))
-    return f"{_name(i, names)} ({', '.join(sides)})"
+    shapes = ("nested" if t.is_nested else tuple(t.shape) for t in (dst, src))
+    return f"{_name(i, names)} (destination {next(shapes)} {dst.dtype}, source {next(shapes)} {src.dtype})"
 
 
 class CopyPlan:
@@ -320,18 +333,15 @@ class CopyPlan:
         constants: Sequence[tuple[Tensor, Tensor]] = (),
         dma_bytes: int = DEFAULT_DMA_BYTES,
     ) -> None:
-        if len(src_dtypes) != len(dsts):
-            raise ValueError(f"expected one dtype a pair, got {len(src_dtypes)} for {len(dsts)} destinations")
-        if names is not None and len(names) != len(dsts):
-            raise ValueError(f"expected one name a pair, got {len(names)} names for {len(dsts)} pairs")
-        names = names or [f"pair {i}" for i in range(len(dsts))]
-        self._names = [*names, *(f"constant {i}" for i in range(len(constants)))]
-        self._dsts = [dst.detach() for dst in (*dsts, *(dst for dst, _ in constants))]
+        check_count(dsts, "dtype", src_dtypes)
+        self._names = [*pair_names(dsts, names), *(f"constant {i}" for i in range(len(constants)))]
         self._constants = [src for _, src in constants]
-        self._on_cpu = self._one_call_on_cpu and all(dst.is_cpu for dst in self._dsts)
-        self._dma_bytes = dma_bytes
+        dsts = [*dsts, *(dst for dst, _ in constants)]
         # A pair with equal sides is let through, so this finds what is wrong with the destinations.
-        check_pairs([*dsts, *(dst for dst, _ in constants)], [*dsts, *self._constants], self._names)
+        check_pairs(dsts, [*dsts[: len(src_dtypes)], *self._constants], self._names)
+        self._dsts = [dst.detach() for dst in dsts]
+        self._on_cpu = self._one_call_on_cpu and all(dst.is_cpu for dst in dsts)
+        self._dma_bytes = dma_bytes
 
         self._src_dtypes = list(src_dtypes)
         self._needs_inference_mode = any(dst.is_inference() for dst in self._dsts)
@@ -342,13 +352,13 @@ class CopyPlan:
             (dst.shape, dtype, *(getattr(dst, name) for name in where))
             for dst, dtype in zip(self._dsts, src_dtypes)
         ]
-        self._keep_clear = [
-            _keep_clear(self._dsts, dst.numel() * dtype.itemsize)
-            for dst, dtype in zip(self._dsts, src_dtypes)
-        ]
-        self._clear: list[set[int]] = [
-            set() for _ in src_dtypes
-        ]  # addresses found fit; allocators reuse them
+        storages = [dst.untyped_storage() for dst in self._dsts if dst.data_ptr()]
+        pairs = zip(self._dsts, src_dtypes)
+        self._keep_clear = [_keep_clear(storages, dst.numel() * dtype.itemsize) for dst, dtype in pairs]
+        # A strided source is known by its address alone only where memory is its storage's own: not numpy's.
+        self._contiguous_only = not (self._on_cpu and all(storage.resizable() for storage in storages))
+        # Addresses found fit; allocators reuse them.
+        self._clear: list[set[int]] = [set() for _ in src_dtypes]
         # A list on the CPU resolves a conj or neg bit first: it shows only where the pair converts as well.
         self._maybe_lazy = [
             i
@@ -372,22 +382,22 @@ class CopyPlan:
         Raises:
             ValueError: as `check_pairs`, and for another dtype than planned; nothing has been written then.
         """
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self(srcs, check, constants)
         calls = self._calls if constants else self._calls_without_constants
         if check and not self._as_planned(srcs):
             self.check(srcs)
+            self._contiguous_only = True  # an address may now lie in a destination's storage
+            self._remember(srcs)
             calls = self._route([*srcs, *self._constants] if constants else srcs)
         if constants and self._constants:
             srcs = [*srcs, *self._constants]
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                self._run(calls, srcs)
-        else:
-            self._run(calls, srcs)
+        self._run(calls, srcs)
 
     def check(self, srcs: Sequence[Tensor]) -> None:
         """Raise the ValueError that calling the plan with these sources would raise, if any."""
-        if len(srcs) != len(self._src_dtypes):
-            raise ValueError(f"expected {len(self._src_dtypes)} sources, one a destination, got {len(srcs)}")
+        check_count(self._src_dtypes, "source", srcs)
         for i, (src, dtype) in enumerate(zip(srcs, self._src_dtypes)):
             if src.dtype != dtype:
                 what = _pair(i, self._names, self._dsts[i], src)
@@ -397,13 +407,17 @@ class CopyPlan:
     def launches(self, srcs: Sequence[Tensor] | None = None, constants: bool = True) -> list[Launch]:
         """What CUDA would be asked to do for `plan(srcs, constants=constants)`; needs `lib.routes`.
 
-        Without `srcs`, for contiguous ones.
+        Without `srcs`, for contiguous ones. Raises ValueError as `check`.
         """
         from lib.routes import routed_launches  # the only need of it: this file works alone otherwise
 
-        srcs = self._stand_ins() if srcs is None else srcs
-        srcs = [*srcs, *self._constants] if constants else srcs
+        srcs = self._checked(srcs, constants)
         return routed_launches(self._dsts, srcs, *self._groups(srcs))
+
+    def _checked(self, srcs: Sequence[Tensor] | None, constants: bool) -> list[Tensor]:
+        if srcs is not None:
+            self.check(srcs)
+        return [*(self._stand_ins() if srcs is None else srcs), *(self._constants if constants else ())]
 
     def _as_planned(self, srcs: Sequence[Tensor]) -> bool:
         """The check of every step: whether the sources are what the calls were laid out for."""
@@ -412,25 +426,32 @@ class CopyPlan:
         try:  # every loop in C: Python's would cost more than the copies
             return (
                 list(map(self._signature, srcs)) == self._signatures
-                and (all(map(contains, self._clear, map(Tensor.data_ptr, srcs))) or self._find_clear(srcs))
-                and (self._on_cpu or all(map(Tensor.is_contiguous, srcs)))
+                and (not self._contiguous_only or all(map(Tensor.is_contiguous, srcs)))
+                and (all(map(contains, self._clear, map(Tensor.data_ptr, srcs))) or self._keep_off(srcs))
                 and not (
                     self._maybe_lazy and any(srcs[i].is_conj() or srcs[i].is_neg() for i in self._maybe_lazy)
                 )
             )
-        except RuntimeError:  # a sparse tensor has no address to ask for
+        except RuntimeError:  # a sparse tensor has no address to ask for, a nested one no shape
             return False
 
-    def _find_clear(self, srcs: Sequence[Tensor]) -> bool:
+    def _keep_off(self, srcs: Sequence[Tensor]) -> bool:
+        """Whether all sources, some at new addresses, keep off the destinations for sure."""
         for src, keep_clear, clear in zip(srcs, self._keep_clear, self._clear):
-            address = src.data_ptr()  # 0 of an empty tensor and of a meta tensor
-            if bisect(keep_clear, address) & 1 or (address == 0 and src.is_meta):
+            address = src.data_ptr()  # 0 of an empty tensor, on meta, of a subclass without memory
+            if address not in clear and bisect(keep_clear, address) & 1:
                 return False
-            if len(clear) >= 1024:
-                clear.clear()
-            if address:
-                clear.add(address)
+            if not address and (src.is_meta or src.numel()):
+                return False
+        self._remember(srcs)
         return True
+
+    def _remember(self, srcs: Sequence[Tensor]) -> None:
+        for src, clear in zip(srcs, self._clear):
+            if (address := src.data_ptr()) and (src.is_contiguous() or not self._contiguous_only):
+                if len(clear) >= 1024:
+                    clear.clear()
+                clear.add(address)
 
     def _stand_ins(self) -> list[Tensor]:
         pairs = zip(self._dsts, self._src_dtypes)
@@ -467,7 +488,7 @@ class CopyPlan:
                 dsts[0].copy_(picked[0])
 
 
-def _keep_clear(dsts: Sequence[Tensor], nbytes: int) -> list[int]:
+def _keep_clear(storages: Sequence[UntypedStorage], nbytes: int) -> list[int]:
     """Addresses at which no source of `nbytes` bytes may start without a closer look.
 
     That is anywhere in a destination's storage, where all its views start, whatever their strides, and so
@@ -475,7 +496,6 @@ def _keep_clear(dsts: Sequence[Tensor], nbytes: int) -> list[int]:
     its own may (from numpy, say). As sorted bounds of disjoint ranges: `bisect` of an address is odd inside.
     """
     bounds: list[int] = []
-    storages = (dst.untyped_storage() for dst in dsts if dst.numel() and not dst.is_meta)
     for start, size in sorted({(s.data_ptr(), s.nbytes()) for s in storages}):
         first, end = start - nbytes + 1, start + size
         if bounds and first <= bounds[-1]:

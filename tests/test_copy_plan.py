@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -25,7 +26,9 @@ from tests.tensors import (
     storages,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:Casting complex values", "ignore:ComplexHalf support")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Casting complex values", "ignore:ComplexHalf support", "ignore:The PyTorch API of nested"
+)
 
 
 class AsOnCuda(CopyPlan):
@@ -138,7 +141,7 @@ NAMES = ["seq_lens", "topk_p", "hidden_states"]
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda d, s: s[:2], "expected 3 sources, one a destination, got 2"),
+        (lambda d, s: s[:2], "expected one source a destination, got 2 for 3"),
         (lambda d, s: [s[0].int(), *s[1:]], r"seq_lens .*expected a source of torch.int64, got torch.int32"),
         (lambda d, s: [s[0], s[1][:3], s[2]], r"topk_p \(destination \(4,\).*source \(3,\).*equal shapes"),
         (lambda d, s: [s[0], s[1][:1], s[2]], r"topk_p .*equal shapes"),
@@ -147,6 +150,8 @@ NAMES = ["seq_lens", "topk_p", "hidden_states"]
         (lambda d, s: [s[0], d[0].view(torch.float32)[2:6], s[2]], r"seq_lens .*shares memory of topk_p"),
         (lambda d, s: [s[0], s[1].to_sparse(), s[2]], r"topk_p .*expected strided"),
         (lambda d, s: [torch.from_numpy(d[0].numpy()[1:5]), *s[1:]], r"seq_lens .*its own source, in part"),
+        (lambda d, s: [torch.from_numpy(d[0].numpy()[::2]), *s[1:]], r"seq_lens .*its own source, in part"),
+        (lambda d, s: [torch.nested.nested_tensor([s[0]]), *s[1:]], r"seq_lens .*expected strided.*nested"),
     ],
 )
 def test_a_source_that_does_not_fit_raises_before_anything_is_written(change, says: str):
@@ -154,8 +159,9 @@ def test_a_source_that_does_not_fit_raises_before_anything_is_written(change, sa
     plan = CopyPlan([dst[:N] for dst in dsts], [dst.dtype for dst in dsts], NAMES)
     plan([torch.zeros_like(src) for src in srcs])
     before = [dst.clone() for dst in dsts]
-    with pytest.raises(ValueError, match=says):
-        plan(change(dsts, srcs))
+    for use in (plan, plan.launches):
+        with pytest.raises(ValueError, match=says):
+            use(change(dsts, srcs))
     assert all(torch.equal(dst, old) for dst, old in zip(dsts, before))
     plan(srcs)
     assert all(torch.equal(dst[:N], src) for dst, src in zip(dsts, srcs))
@@ -168,11 +174,39 @@ def test_sources_in_rows_that_no_destination_covers_are_let_through():
     assert dsts[0].tolist() == [7] * 8
 
 
+def test_memory_of_numpy_is_seen_through_strides_whatever_came_before():
+    """A strided source over it has a storage of its own, at an address found fit for a contiguous one."""
+    array = np.arange(100)
+    dst = torch.from_numpy(array[50:58])
+    plan = CopyPlan([dst], [torch.int64])
+    plan([torch.from_numpy(array[0:8])])
+    with pytest.raises(ValueError, match="its own source, in part"):
+        plan([torch.from_numpy(array)[0:80:10]])
+    assert dst.tolist() == list(range(8))
+
+
+@pytest.mark.parametrize("kind", [CopyPlan, AsOnCuda])
+def test_sources_in_a_destinations_storage_are_checked_once_and_strided_ones_always(kind, monkeypatch):
+    storage = torch.arange(64)
+    plan = kind([storage[32:40], storage[48:56]], [torch.int64] * 2)
+    srcs = [storage[8:16], storage[56:64]]
+    plan(srcs)
+    with monkeypatch.context() as patch:
+        patch.setattr(plan, "check", lambda srcs: pytest.fail("checked again"))
+        plan(srcs)
+    assert storage[48:56].tolist() == list(range(56, 64))
+    with pytest.raises(ValueError, match="shares"):
+        plan([torch.as_strided(storage, (8,), (4,), 8), srcs[1]])  # where the contiguous one started
+
+
 @pytest.mark.parametrize(
     ("build", "says"),
     [
-        (lambda d: CopyPlan(d, [torch.int64]), "one dtype a pair, got 1 for 3 destinations"),
-        (lambda d: CopyPlan(d, [t.dtype for t in d], ["a"]), "one name a pair, got 1 names for 3 pairs"),
+        (lambda d: CopyPlan(d, [torch.int64]), "one dtype a destination, got 1 for 3 destinations"),
+        (
+            lambda d: CopyPlan(d, [t.dtype for t in d], ["a"]),
+            "one name a destination, got 1 for 3 destinations",
+        ),
         (lambda d: CopyPlan([d[0], d[0][1:]], [torch.int64] * 2, ["a", "b"]), "shares memory of"),
         (lambda d: CopyPlan([d[0][:1].expand(4)], [torch.int64], ["a"]), r"a .*overlaps itself"),
         (

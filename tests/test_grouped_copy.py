@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -11,12 +12,14 @@ from torch import Tensor
 from lib import grouped_copy
 from lib.grouped_copy import check_pairs, grouped_foreach_copy_, overlaps_itself, same_dense_layout
 from lib.routes import foreach_launches
+from lib.strategies import STRATEGIES
 from tests.tensors import (
     DTYPES,
     SHAPES,
     SRC_LAYOUTS,
     Pairs,
     assert_copies_or_refuses,
+    byte_addresses,
     element_addresses,
     laid_out,
     must_refuse,
@@ -106,12 +109,13 @@ def test_empty_lists_do_nothing():
 
 
 I64 = torch.zeros(4, dtype=torch.int64)
+NESTED = torch.nested.nested_tensor([I64], layout=torch.jagged)
 
 
 @pytest.mark.parametrize(
     ("dsts", "srcs", "says"),
     [
-        ([I64], [], r"1 destinations, 0 sources"),
+        ([I64], [], r"one source a destination, got 0 for 1 destinations"),
         ([I64], [I64[:1]], r"seq_lens .*\(4,\).*\(1,\).*equal shapes"),
         ([I64[:1].expand(4)], [I64 + 1], r"seq_lens .*overlaps itself, strides \(0,\)"),
         ([I64], [I64.to("meta")], r"seq_lens .*one device, got cpu and meta"),
@@ -120,6 +124,7 @@ I64 = torch.zeros(4, dtype=torch.int64)
             [(I64 + 1).to_sparse()],
             r"seq_lens .*expected strided, got torch.strided and torch.sparse_coo",
         ),
+        ([I64], [NESTED], r"seq_lens .*source nested.*expected strided, got torch.strided and nested"),
         ([I64[1:]], [I64[:-1]], r"seq_lens .*shares its own source, in part"),
         ([torch.zeros(4, requires_grad=True)], [torch.zeros(4)], r"seq_lens .*requires grad"),
     ],
@@ -127,7 +132,7 @@ I64 = torch.zeros(4, dtype=torch.int64)
 def test_refusals_name_the_field_and_what_was_expected(dsts, srcs, says):
     before = I64.clone()
     with pytest.raises(ValueError, match=says):
-        grouped_foreach_copy_(dsts, srcs, ["seq_lens"])
+        grouped_foreach_copy_(dsts, srcs, np.array(["seq_lens"]))
     assert torch.equal(I64, before)
 
 
@@ -137,7 +142,7 @@ def test_refusals_name_both_pairs_that_share_memory():
         check_pairs([I64, I64[2:]], [other, other[2:]], ["seq_lens", "positions"])
     with pytest.raises(ValueError, match=r"pair 0 .*shares memory of pair 1"):
         check_pairs([I64, other], [other + 1, I64])
-    with pytest.raises(ValueError, match="one name a pair, got 1 names for 2 pairs"):
+    with pytest.raises(ValueError, match="one name a destination, got 1 for 2"):
         check_pairs([I64, other], [other, I64], ["seq_lens"])
 
 
@@ -148,6 +153,77 @@ def test_an_inference_tensor_is_written_in_inference_mode_only():
     with pytest.raises(ValueError, match="inference tensor"):
         grouped_foreach_copy_([dst], [I64])
     assert dst.tolist() == [1, 1, 1, 1]
+
+
+class Wrapper(Tensor):
+    """A subclass that has no memory of its own, only that of the tensor it holds."""
+
+    @staticmethod
+    def __new__(cls, held: Tensor) -> Wrapper:
+        return Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype, device=held.device)
+
+    def __init__(self, held: Tensor) -> None:
+        self.held = held
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        def unwrap(x):
+            return [unwrap(y) for y in x] if isinstance(x, (list, tuple)) else getattr(x, "held", x)
+
+        return func(*map(unwrap, args), **(kwargs or {}))
+
+
+PLANS = [STRATEGIES["copy_plan"], STRATEGIES["fused_kernel"]]
+
+
+@pytest.mark.parametrize("copy", [grouped_foreach_copy_, *PLANS])
+def test_subclasses_without_memory_share_none(copy):
+    dsts = [torch.zeros(3), torch.zeros(3)]
+    copy(dsts, [Wrapper(torch.ones(3)), Wrapper(torch.full((3,), 2.0))])
+    assert [dst.tolist() for dst in dsts] == [[1.0] * 3, [2.0] * 3]
+    if copy is grouped_foreach_copy_:  # a plan detaches its destinations, which this subclass cannot
+        copy([Wrapper(dst) for dst in dsts], [torch.full((3,), 5.0), torch.full((3,), 6.0)])
+        assert [dst.tolist() for dst in dsts] == [[5.0] * 3, [6.0] * 3]
+
+
+VIEWS = st.tuples(
+    st.sampled_from([torch.uint8, torch.int16, torch.int32, torch.complex64]),
+    st.lists(st.tuples(st.integers(1, 4), st.integers(0, 9)), max_size=3),  # size, stride
+    st.integers(0, 40),  # offset, in elements
+)
+
+
+@given(VIEWS, VIEWS)
+@properties(3_000)
+def test_shared_bytes_against_counted_addresses(one, other):
+    """Any strides in any order, widths and offsets over one buffer, most of them interleaved."""
+    memory = torch.zeros(1024, dtype=torch.uint8)
+    a, b = (
+        memory.view(dtype).as_strided([n for n, _ in dims], [s for _, s in dims], offset)
+        for dtype, dims, offset in (one, other)
+    )
+    assert overlaps_itself(a) == (len(set(element_addresses(a))) < a.numel())
+    if not overlaps_itself(a):
+        shared = byte_addresses(a) & byte_addresses(b)
+        try:
+            check_pairs([a, torch.zeros_like(b)], [torch.zeros_like(a), b])
+            assert not shared
+        except ValueError:
+            assert shared
+
+
+def test_columns_and_blocks_of_one_matrix_are_told_apart_by_arithmetic(monkeypatch):
+    """Counting addresses took 6 and 9 s. No more equations than distances, whatever the sizes."""
+    equations = []
+    solvable = grouped_copy._solvable
+    monkeypatch.setattr(grouped_copy, "_solvable", lambda *of: (equations.append(of), solvable(*of))[1])
+    grouped_copy._share.cache_clear()
+    check_pairs(list(torch.zeros(64, 256).unbind(1)), [torch.ones(64)] * 256)
+    matrix, block = torch.zeros(3000, 3000), torch.ones(1500, 1500)
+    check_pairs([matrix[:1500, :1500], matrix[:1500, 1500:]], [block] * 2)
+    assert len(equations) <= 256
+    with pytest.raises(ValueError, match="shares memory"):
+        check_pairs([matrix[:1500, :1500], matrix[1400:2900, 1499:2999]], [block] * 2)
 
 
 @given(
