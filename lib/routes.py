@@ -16,8 +16,10 @@ from lib.grouped_copy import (
     DEFAULT_DMA_BYTES,
     FUSED_DTYPES,
     SAME_WIDTH_INT,
+    check_count,
     check_pairs,
     group_pairs,
+    pair_names,
     same_dense_layout,
     split_large,
 )
@@ -72,7 +74,7 @@ def memcpy_eligible(dst: Tensor, src: Tensor) -> bool:
     Same dtype, neither side with a conj/neg bit that the other lacks, and both contiguous once dimensions are
     merged and reordered (Copy.cu, `copy_device_to_device`).
     """
-    return _why_no_memcpy(dst, src) is None
+    return not _obstacles(dst, src)
 
 
 def copy_launch(dst: Tensor, src: Tensor, call: str = "copy_") -> Launch | None:
@@ -83,9 +85,8 @@ def copy_launch(dst: Tensor, src: Tensor, call: str = "copy_") -> Launch | None:
     """
     if dst.numel() == 0 or dst is src:
         return None
-    obstacle = _why_no_memcpy(dst, src)
-    if obstacle is not None:
-        return Launch("elementwise", 1, dst.nbytes, obstacle, call)
+    if obstacles := _obstacles(dst, src):
+        return Launch("elementwise", 1, dst.nbytes, "; ".join(reason for reason, _ in obstacles), call)
     if dst.device.type != "meta" and dst.data_ptr() == src.data_ptr():
         return None
     return Launch("memcpy", 1, dst.nbytes, "same dtype, both contiguous", call)
@@ -150,16 +151,23 @@ def _chunked_launches(dsts: Sequence[Tensor], limits: ForeachLimits) -> list[Lau
     return launches
 
 
-def _why_no_memcpy(dst: Tensor, src: Tensor) -> str | None:
+def _obstacles(dst: Tensor, src: Tensor) -> list[tuple[str, str]]:
+    """(what keeps `dst.copy_(src)` from being a memcpy, what would help), as many as there are."""
+    found = []
     if dst.dtype != src.dtype:
-        return f"converts {src.dtype} to {dst.dtype}"
+        found.append((f"converts {src.dtype} to {dst.dtype}", f"have the producer write {dst.dtype}"))
     if dst.is_conj() != src.is_conj() or dst.is_neg() != src.is_neg():
-        return "a conjugate or negative view on one side only"
+        remedy = "have the producer resolve_conj() and resolve_neg() what it writes"
+        found.append(("a conjugate or negative view on one side only", remedy))
     if dst.shape != src.shape:
-        return f"broadcasts {tuple(src.shape)} to {tuple(dst.shape)}"
-    if not same_dense_layout(dst, src):
-        return f"not contiguous as a pair: strides {dst.stride()} and {src.stride()}"
-    return None
+        found.append((f"broadcasts {tuple(src.shape)} to {tuple(dst.shape)}", "a source of equal shape"))
+    elif not same_dense_layout(dst, src):
+        why, remedy = "the source lies otherwise", "write it contiguous at its producer, or Triton"
+        if not same_dense_layout(dst, dst):
+            why, remedy = "the destination has gaps", "dense buffers per captured size, or Triton"
+        strides = f"strides {dst.stride()} and {src.stride()}"
+        found.append((f"not contiguous as a pair, {why}: {strides}", remedy))
+    return found
 
 
 def _why_slow_path(dsts: Sequence[Tensor], srcs: Sequence[Tensor]) -> str | None:
@@ -204,9 +212,8 @@ def explain(
     Raises:
         ValueError: for lists of different length. What the helpers refuse for a pair is its reason instead.
     """
-    if len(dsts) != len(srcs) or (names is not None and len(names) != len(dsts)):
-        check_pairs(dsts, srcs, names)
-    names = list(names) if names is not None else [f"pair {i}" for i in range(len(dsts))]
+    check_count(dsts, "source", srcs)
+    names = pair_names(dsts, names)
     rows: list[tuple[str, int, str, str]] = [("none", 0, "no elements, or onto itself", "leave it out")]
     rows *= len(dsts)  # route, shares, reason, better
     fit: list[int] = []
@@ -216,12 +223,8 @@ def explain(
             check_pairs([dsts[j] for j in tried], [srcs[j] for j in tried], [names[j] for j in tried])
             fit.append(i)
         except ValueError as error:
-            rows[i] = (
-                "refused",
-                0,
-                str(error),
-                "copy_ would broadcast, overwrite or wait: change what is named",
-            )
+            better = "copy_ would broadcast, overwrite or wait: change what is named"
+            rows[i] = ("refused", 0, str(error), better)
     pairs = [dsts[i] for i in fit], [srcs[i] for i in fit]
     groups, singles = split_large(*pairs, *group_pairs(*pairs))
     for group in groups:
@@ -231,17 +234,19 @@ def explain(
     for i in (fit[j] for j in singles):
         if (launch := copy_launch(dsts[i], srcs[i])) is not None:
             rows[i] = (launch.kind, 1, *_advice(dsts[i], srcs[i], launch))
-    return [
-        Explanation(name, *(f"{tuple(t.shape)} {str(t.dtype)[6:]}" for t in (dst, src)), dst.nbytes, *row)
-        for name, dst, src, row in zip(names, dsts, srcs, rows)
-    ]
+
+    def described(t: Tensor) -> str:
+        return f"{'nested' if t.is_nested else tuple(t.shape)} {str(t.dtype)[6:]}"
+
+    pairs = zip(names, dsts, srcs, rows)
+    return [Explanation(name, described(d), described(s), d.nbytes, *row) for name, d, s, row in pairs]
 
 
 def _advice(dst: Tensor, src: Tensor, launch: Launch | None) -> tuple[str, str]:
     """(reason, what would be better) for a pair with a launch of its own, or in a group (None)."""
-    write = f"have the producer write {dst.dtype}"
-    if launch is None and dst.dtype != src.dtype:
-        return f"converts {src.dtype} to {dst.dtype}, and so do others", f"{write}: one group less"
+    obstacles = _obstacles(dst, src)
+    if launch is None and obstacles:
+        return f"{obstacles[0][0]}, and so do others", f"{obstacles[0][1]}: one group less"
     if launch is None:
         return (
             "small, dense, and others of its dtype share the launch",
@@ -256,10 +261,6 @@ def _advice(dst: Tensor, src: Tensor, launch: Launch | None) -> tuple[str, str]:
         return f"the foreach kernel is not built for {dst.dtype}", "view both as integers of that width"
     if launch.kind == "memcpy":
         return "alone with its dtypes: a group would save nothing", "a byte arena or a fused Triton kernel"
-    if dst.is_conj() != src.is_conj() or dst.is_neg() != src.is_neg():
-        return launch.reason, "have the producer resolve_conj() and resolve_neg() what it writes"
-    if same_dense_layout(dst, src):
-        return f"{launch.reason}, alone in that or not in the foreach kernel's dtypes", write
-    if not same_dense_layout(dst, dst):
-        return f"{launch.reason}: the destination has gaps", "dense buffers per captured size, or Triton"
-    return f"{launch.reason}: the source lies otherwise", "write it contiguous at its producer, or Triton"
+    alone = ", alone in that or not in the foreach kernel's dtypes"
+    only_converts = len(obstacles) == 1 and dst.dtype != src.dtype
+    return launch.reason + alone * only_converts, "; ".join(remedy for _, remedy in obstacles)

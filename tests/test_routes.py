@@ -27,6 +27,7 @@ from tests.tensors import Pairs, must_refuse, pairs, properties
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
 
 F32 = torch.zeros(4, 6)
+NESTED = torch.nested.nested_tensor([torch.zeros(8, dtype=torch.int64)], layout=torch.jagged)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +145,15 @@ def test_explain_names_route_reason_and_remedy():
         "lens": (torch.zeros(8).int(), i64, "elementwise", "converts torch.int64", "write torch.int32"),
         "ids": (i64.to(torch.uint64), i64.to(torch.uint64), "memcpy", "not built for", "as integers"),
         "neg": (torch.zeros(8), torch._neg_view(torch.ones(8)), "elementwise", "negative", "resolve_neg"),
+        "both": (
+            torch.zeros(8),
+            torch._neg_view(torch.ones(8).double()),
+            "elementwise",
+            "converts torch.float64 to torch.float32; .*negative",
+            "write torch.float32; have the producer resolve_conj() and resolve_neg()",
+        ),
         "nothing": (i64[:0], i64[:0].clone(), "none", "no elements", "leave it out"),
+        "nested": (i64.clone(), NESTED, "refused", "nested .*expected strided", "change what is named"),
         "short": (i64.clone(), i64[:1], "refused", "short .*equal shapes", "broadcast"),
     }
     dsts, srcs, *_ = zip(*cases.values())
@@ -161,7 +170,7 @@ def test_explain_tells_a_destination_that_serves_two_pairs():
     first, second = explain([buffer, buffer[4:]], [torch.ones(8), torch.ones(4)])
     assert (first.route, second.route) == ("memcpy", "refused")
     assert "shares memory" in second.reason
-    with pytest.raises(ValueError, match="2 destinations, 1 sources"):
+    with pytest.raises(ValueError, match="one source a destination, got 1 for 2"):
         explain([buffer, buffer], [buffer])
 
 
