@@ -19,7 +19,17 @@ import torch
 from torch import Tensor
 
 from lib.fused_copy import FusedPlan
-from lib.grouped_copy import DEFAULT_DMA_BYTES, CopyPlan, check_pairs, copy_groups, group_pairs, split_large
+from lib.grouped_copy import (
+    DEFAULT_DMA_BYTES,
+    CopyPlan,
+    check_count,
+    check_pairs,
+    copy_groups,
+    group_pairs,
+    pair_names,
+    split_large,
+    unrecorded,
+)
 from lib.routes import Launch, copy_launch, foreach_launches, routed_launches
 
 Tensors = Sequence[Tensor]
@@ -86,6 +96,8 @@ def with_dma_bytes(dma_bytes: int) -> RoutedCopy:
 class Uint8View:
     """Every pair viewed as bytes, one foreach call for all: the first attempt of the pull request.
 
+    As with every strategy, autograd does not record the copy.
+
     Raises:
         RuntimeError: PyTorch's own, with the pair named, where a tensor cannot be viewed as bytes: the last
             stride is not 1, a 0-dim tensor, a conjugate view.
@@ -98,7 +110,8 @@ class Uint8View:
     def __call__(self, dsts: Tensors, srcs: Tensors, names: Names = None) -> None:
         byte_dsts, byte_srcs = self._views(dsts, srcs, names)
         if byte_dsts:
-            torch._foreach_copy_(byte_dsts, byte_srcs)
+            with unrecorded():
+                torch._foreach_copy_(byte_dsts, byte_srcs)
 
     def launches(self, dsts: Tensors, srcs: Tensors, names: Names = None) -> list[Launch]:
         byte_dsts, byte_srcs = self._views(dsts, srcs, names)
@@ -106,10 +119,7 @@ class Uint8View:
 
     def _views(self, dsts: Tensors, srcs: Tensors, names: Names) -> tuple[list[Tensor], list[Tensor]]:
         check_pairs(dsts, srcs, names)
-        names = names or [f"pair {i}" for i in range(len(dsts))]
-        for name, dst, src in zip(names, dsts, srcs):
-            if dst.dtype != src.dtype:
-                raise ValueError(f"{name}: bytes cannot convert, expected {dst.dtype}, got {src.dtype}")
+        names = _refuse_conversion("bytes", dsts, [src.dtype for src in srcs], names)
         byte_dsts = [_as_bytes(name, dst) for name, dst in zip(names, dsts)]
         return byte_dsts, [_as_bytes(name, src) for name, src in zip(names, srcs)]
 
@@ -134,9 +144,7 @@ class PlannedCopy:
         self.plan(dsts, [src.dtype for src in srcs], names)(srcs)
 
     def launches(self, dsts: Tensors, srcs: Tensors, names: Names = None) -> list[Launch]:
-        plan = self.plan(dsts, [src.dtype for src in srcs], names)
-        plan.check(srcs)
-        return plan.launches(srcs)
+        return self.plan(dsts, [src.dtype for src in srcs], names).launches(srcs)
 
 
 class FixedPlan:
@@ -155,31 +163,38 @@ class FixedPlan:
         move: tuple[Tensor, Tensor] | None = None,
         record: Callable[[], None] | None = None,
     ) -> None:
+        check_pairs(dsts, outputs, names)
         self.dsts, self.outputs, self.move, self.record = list(dsts), list(outputs), move, record
-        self._names = list(names or (f"pair {i}" for i in range(len(dsts))))
+        self._names = pair_names(dsts, names)
         self._places = [_place(output) for output in outputs]
 
     def __call__(self, srcs: Tensors, check: bool = True, constants: bool = True) -> None:
         """Do what is left to do; `constants` changes nothing, padding being the producer's.
 
-        Raises:
-            ValueError: for sources that are not `outputs` or their first rows, e.g. temporaries: a captured
-                copy would read the address it was captured with, whatever lies there now.
+        Raises ValueError as `check`.
         """
-        if check and [_place(src) for src in srcs] != self._places:
-            if len(srcs) != len(self.outputs):
-                raise ValueError(f"expected {len(self.outputs)} sources, got {len(srcs)}")
-            for name, src, place in zip(self._names, srcs, self._places):
-                if _place(src) != place:
-                    (address, *planned), (got, *came) = place, _place(src)
-                    raise ValueError(
-                        f"{name}: expected at {address:#x} (stride, dtype: {planned}), as planned, "
-                        f"got {got:#x} ({came})"
-                    )
+        if check:
+            self.check(srcs)
         if self.move is not None:
             self.move[0].copy_(self.move[1])
 
+    def check(self, srcs: Tensors) -> None:
+        """Raise ValueError for sources that are not `outputs` or their first rows, e.g. temporaries.
+
+        A captured copy would read the address it was captured with, whatever lies there now.
+        """
+        check_count(self.outputs, "source", srcs)
+        for name, src, output, planned in zip(self._names, srcs, self.outputs, self._places):
+            if (place := _place(src)) != planned or src.shape[:1] > output.shape[:1]:
+                raise ValueError(
+                    f"{name}: expected at {planned[0]:#x}, at most {tuple(output.shape)} {planned[1:]}, "
+                    f"as planned, got {place[0]:#x} {place[1:]}"
+                )
+
     def launches(self, srcs: Tensors | None = None, constants: bool = True) -> list[Launch]:
+        """What CUDA would be asked to do before the replay. Raises ValueError as `check`, given `srcs`."""
+        if srcs is not None:
+            self.check(srcs)
         launch = None if self.move is None else copy_launch(*self.move)
         if launch is None:
             return []
@@ -187,15 +202,23 @@ class FixedPlan:
 
 
 def _place(t: Tensor) -> tuple:
-    return t.data_ptr(), t.stride(), t.dtype
+    """Address, and what else a place has to agree in but the number of rows."""
+    if t.layout != torch.strided or t.is_nested:
+        return 0, str(t.layout)
+    stride = t.stride() if t.numel() else None
+    return t.data_ptr(), stride, t.shape[1:], t.dtype, t.is_conj(), t.is_neg()
 
 
 ALIGNMENT = 16  # bytes, of each field of an arena: the widest access of a thread
 
 
 def arena(shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], device="cpu") -> list[Tensor]:
-    """Uninitialised tensors in one allocation, each aligned, which costs at most 15 bytes a field."""
-    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
+    """Uninitialised tensors in one allocation, each aligned, which costs at most 15 bytes a field.
+
+    A copy from one arena to another is of all bytes, so nothing else may be kept in the gaps between fields.
+    """
+    check_count(shapes, "dtype", dtypes)
+    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes)]
     starts = _arena_starts(sizes)
     memory = torch.empty(max(map(sum, zip(starts, sizes)), default=0), dtype=torch.uint8, device=device)
     fields = zip(starts, sizes, shapes, dtypes)
@@ -208,7 +231,7 @@ def _arena_starts(sizes: Sequence[int]) -> list[int]:
 
 def _arena_bytes(tensors: Tensors, names: Names) -> Tensor:
     """All bytes from the first tensor to the end of the last. Raises ValueError where they are no arena."""
-    names = names or [f"pair {i}" for i in range(len(tensors))]
+    names = pair_names(tensors, names)
     storage, first = tensors[0].untyped_storage(), tensors[0].storage_offset() * tensors[0].element_size()
     starts = _arena_starts([t.nbytes for t in tensors])
     for name, t, start in zip(names, tensors, starts):
@@ -245,7 +268,7 @@ class Arena:
         return FixedPlan(dsts, srcs, names, *spans).launches()
 
     def plan(self, dsts: Tensors, src_dtypes: Sequence[torch.dtype], names: Names = None) -> FixedPlan:
-        outputs = arena([dst.shape for dst in dsts], src_dtypes, dsts[0].device)
+        outputs = arena([dst.shape for dst in dsts], src_dtypes, dsts[0].device if dsts else "cpu")
         return FixedPlan(dsts, outputs, names, *self._spans(dsts, outputs, names))
 
     def _spans(self, dsts: Tensors, srcs: Tensors, names: Names) -> list[tuple[Tensor, Tensor]]:
@@ -274,8 +297,9 @@ class InGraph:
         return []
 
     def plan(self, dsts: Tensors, src_dtypes: Sequence[torch.dtype], names: Names = None) -> FixedPlan:
-        outputs = [torch.empty_like(dst, dtype=dtype) for dst, dtype in zip(dsts, src_dtypes, strict=True)]
-        return FixedPlan(dsts, outputs, names, record=partial(CopyPlan(dsts, src_dtypes, names), outputs))
+        copies = CopyPlan(dsts, src_dtypes, names)
+        outputs = [torch.empty_like(dst, dtype=dtype) for dst, dtype in zip(dsts, src_dtypes)]
+        return FixedPlan(dsts, outputs, names, record=partial(copies, outputs))
 
 
 @dataclass(frozen=True)
@@ -288,11 +312,7 @@ class NoCopy:
 
     def __call__(self, dsts: Tensors, srcs: Tensors, names: Names = None) -> None:
         check_pairs(dsts, srcs, names)
-        _refuse_conversion(self.name, dsts, [src.dtype for src in srcs], names)
-        for i, (dst, src) in enumerate(zip(dsts, srcs)):
-            where = [(t.data_ptr(), t.stride(), t.is_conj(), t.is_neg()) for t in (dst, src)]
-            if dst.numel() and where[0] != where[1]:
-                raise ValueError(f"{names[i] if names else f'pair {i}'}: expected to be written in place")
+        self.plan(dsts, [src.dtype for src in srcs], names).check(srcs)
 
     def launches(self, dsts: Tensors, srcs: Tensors, names: Names = None) -> list[Launch]:
         self(dsts, srcs, names)
@@ -303,11 +323,14 @@ class NoCopy:
         return FixedPlan(dsts, dsts, names)
 
 
-def _refuse_conversion(strategy: str, dsts: Tensors, src_dtypes: Sequence[torch.dtype], names: Names) -> None:
-    for i, (dst, dtype) in enumerate(zip(dsts, src_dtypes, strict=True)):
+def _refuse_conversion(who: str, dsts: Tensors, src_dtypes: Sequence[torch.dtype], names: Names) -> list[str]:
+    """The pairs' names. Raises ValueError for a pair that converts."""
+    check_count(dsts, "dtype", src_dtypes)
+    names = pair_names(dsts, names)
+    for name, dst, dtype in zip(names, dsts, src_dtypes):
         if dst.dtype != dtype:
-            name = names[i] if names else f"pair {i}"
-            raise ValueError(f"{name}: {strategy} cannot convert, expected {dst.dtype}, got {dtype}")
+            raise ValueError(f"{name}: {who} cannot convert, expected {dst.dtype}, got {dtype}")
+    return names
 
 
 ANY_SOURCES: dict[str, Strategy] = {

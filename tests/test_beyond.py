@@ -267,10 +267,11 @@ SIZES = [3, 8, 1, 7, 2, 5, 4, 6, 5, 3, 3, 8]  # ragged, padded and not, up and d
 
 
 def launches(strategy: str, batch_size: int, config: EagleConfig = TINY) -> list[int]:
-    return [
-        len(runner(config, strategy).launches(batch.random(config, batch_size)))
-        for runner, batch in RUNNERS.values()
-    ]
+    counts = []
+    for make, batches in RUNNERS.values():
+        runner = make(config, strategy)
+        counts.append(len(runner.launches(runner.place(batches.random(config, batch_size)))))
+    return counts
 
 
 @pytest.mark.parametrize(
@@ -431,10 +432,17 @@ def test_missing_optional_fields_are_filled_as_with_per_copy(strategy: str):
 def test_a_source_at_the_right_address_with_other_strides_or_dtype_is_refused():
     plan = BEYOND["no_copy"].plan([torch.zeros(8, dtype=torch.int64)], [torch.int64], ["seq_lens"])
     plan([plan.outputs[0][:5]])
-    for wrong in (plan.outputs[0][::2], plan.outputs[0].view(torch.float64)):
-        with pytest.raises(ValueError, match="seq_lens: expected at 0x"):
+    for wrong in (plan.outputs[0][::2], plan.outputs[0].view(torch.float64), plan.outputs[0].to_sparse()):
+        for use in (plan, plan.launches):
+            with pytest.raises(ValueError, match="seq_lens: expected at 0x"):
+                use([wrong])
+    buffer = torch.zeros(8, 3)
+    plan = BEYOND["no_copy"].plan([buffer[:4]], [torch.float32], ["topk_p"])
+    plan([buffer[:4]])
+    for wrong in (buffer[:4, :2], buffer, torch._neg_view(buffer[:4])):
+        with pytest.raises(ValueError, match=r"topk_p: expected at 0x.*at most \(4, 3\)"):
             plan([wrong])
-    with pytest.raises(ValueError, match="expected 1 sources, got 0"):
+    with pytest.raises(ValueError, match="expected one source a destination, got 0 for 1"):
         plan([])
 
 
@@ -452,6 +460,22 @@ def test_strided_sources_of_a_step_are_copied_right_and_counted(strategy: str):
             assert all(map(torch.equal, reference.replay(b), runner.replay(b)))
         more = len(runner.launches(strided)) - len(runner.launches(batch))
         assert more == (2 if strategy == "copy_plan" else 0)
+
+
+@pytest.mark.parametrize("strategy", ["arena", "in_graph", "no_copy"])
+def test_a_plan_at_fixed_addresses_checks_its_lists_when_it_is_built(strategy: str):
+    two = arena([(4,), (4,)], [torch.float32] * 2)
+    make = BEYOND[strategy].plan
+    for arguments, says in (
+        ((two, [torch.float32] * 2, ["a"]), "one name a destination, got 1 for 2"),
+        ((two, []), "one dtype a destination, got 0 for 2"),
+        (([two[0], two[0]], [torch.float32] * 2), "shares memory of|16 bytes after"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            make(*arguments)
+    nothing = make([], [])
+    nothing([])
+    assert nothing.outputs == nothing.launches() == []
 
 
 class Doubled(NamedTuple):

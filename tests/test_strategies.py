@@ -8,7 +8,8 @@ from hypothesis import given
 from torch import Tensor
 
 from lib.grouped_copy import DEFAULT_DMA_BYTES
-from lib.strategies import STRATEGIES, with_dma_bytes
+from lib.routes import explain
+from lib.strategies import ANY_SOURCES, STRATEGIES, with_dma_bytes
 from tests.tensors import (
     Pairs,
     assert_copies_or_refuses,
@@ -77,6 +78,22 @@ def test_uint8_view_names_the_field():
         ValueError, match=r"seq_lens: bytes cannot convert, expected torch.int32, got torch.int64"
     ):
         STRATEGIES["uint8_view"]([dst.int()], [dst], ["seq_lens"])
+
+
+@pytest.mark.parametrize("name", [*ANY_SOURCES, "in_graph"])
+def test_autograd_records_nothing_and_the_next_step_is_served_too(name: str):
+    if name == "fused_kernel":
+        pytest.importorskip("triton")
+    dsts, weight = [torch.zeros(3), torch.zeros(3), torch.zeros(3)], torch.ones(3, requires_grad=True)
+    for factor in (2.0, 3.0):
+        STRATEGIES[name](dsts, [weight * factor, weight, weight.detach()])
+        assert not any(dst.requires_grad for dst in dsts) and dsts[0].eq(factor).all()
+
+
+def test_an_empty_pair_is_no_company():
+    dsts, srcs = [torch.zeros(3), torch.zeros(0)], [torch.ones(3), torch.ones(0)]
+    assert [x.kind for x in STRATEGIES["grouped_foreach_dma"].launches(dsts, srcs)] == ["memcpy"]
+    assert [(row.route, row.shares) for row in explain(dsts, srcs)] == [("memcpy", 1), ("none", 0)]
 
 
 def test_dma_sends_what_is_large_or_alone_by_copy():
