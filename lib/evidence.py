@@ -68,6 +68,8 @@ def publish(name: str, value: Any, kind: str, note: str = "") -> None:
     """
     if kind not in KINDS:
         raise ValueError(f"kind: expected one of {KINDS}, got {kind!r}")
+    if isinstance(value, list) and not all(isinstance(row, dict) for row in value):
+        raise ValueError(f"{name}: expected a table as a list of dicts, got {value!r:.80}")
     from IPython.display import display
 
     result = {"name": name, "value": value, "kind": kind, "note": note}

@@ -103,7 +103,7 @@ def _failures(summary: dict[str, Any]) -> str:
 
 
 def _notebook(notebook: dict[str, Any], run: Path) -> str:
-    stem = notebook["notebook"]
+    stem = escape(notebook["notebook"])
     links = [
         f'<a href="notebooks/{stem}.{kind}">{text}</a>'
         for kind, text in (("html", "read it, executed"), ("ipynb", "as a notebook"))

@@ -15,6 +15,7 @@ given.
 from __future__ import annotations
 
 import csv
+import fcntl
 import hashlib
 import itertools
 import json
@@ -23,6 +24,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -31,6 +33,7 @@ from typing import Any
 
 from run_notebooks import ROOT, OneLineParser
 
+ABOUT_A_POINT = ("status", "seconds", "peak_mb", "error", "executed")  # the table's last columns
 _one_at_a_time = threading.Lock()  # timings must not disturb each other on a worker that has several threads
 
 
@@ -53,6 +56,8 @@ def read_grid(path: Path) -> tuple[Path, list[dict[str, Any]]]:
     if not isinstance(parameters, dict) or not parameters:
         raise ValueError(f"{path}: parameters: expected names with lists of values, got {parameters!r:.80}")
     for name, values in parameters.items():
+        if not isinstance(name, str) or name in ABOUT_A_POINT:
+            raise ValueError(f"{path}: parameters: expected a name other than {ABOUT_A_POINT}, got {name!r}")
         if not isinstance(values, list) or not values:
             raise ValueError(f"{path}: parameters: {name}: expected a list of values, got {values!r:.80}")
         if not all(isinstance(value, bool | int | float | str | None) for value in values):
@@ -96,10 +101,22 @@ def run_on_worker(scripts: str, notebook: Path, parameters: dict[str, Any], reco
     run_grid.run_point(notebook, parameters, record)
 
 
+def start_worker() -> None:
+    """Leave Ctrl-C to the parent, and end when it is gone, killed, say, without a chance to tell."""
+
+    def outlive_nobody(parent: int) -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=outlive_nobody, args=(os.getppid(),), daemon=True).start()
+
+
 def run_here(points: list[tuple], jobs: int) -> Iterator[None]:
     """Yields as points end. Ctrl-C ends the points in progress; they leave no record."""
-    spawn, ignore_ctrl_c = multiprocessing.get_context("spawn"), (signal.SIGINT, signal.SIG_IGN)
-    with ProcessPoolExecutor(min(jobs, len(points)), spawn, signal.signal, ignore_ctrl_c) as pool:
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(jobs, len(points)), spawn, start_worker) as pool:
         try:
             for future in as_completed([pool.submit(run_point, *point) for point in points]):
                 yield future.result()
@@ -159,8 +176,8 @@ def write_table(points: list[tuple], path: Path) -> tuple[int, int]:
                 | {"error": f"{error['cell']}: {error['message']}" if error else ""}
                 | {"executed": f"points/{file.stem}.ipynb"}
             )
-    last = ("status", "seconds", "peak_mb", "error", "executed")
-    columns = [name for name in dict.fromkeys(itertools.chain(*rows)) if name not in last] + [*last]
+    names = dict.fromkeys(itertools.chain(*rows))
+    columns = [name for name in names if name not in ABOUT_A_POINT] + [*ABOUT_A_POINT]
     partial = path.with_suffix(".partial")
     with partial.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, columns)
@@ -189,7 +206,14 @@ def main() -> int:
     except ValueError as error:
         parser.error(str(error))
     folder = (options.output or ROOT / "runs" / f"grid-{options.grid.stem}").resolve()
-    (folder / "points").mkdir(parents=True, exist_ok=True)
+    try:
+        (folder / "points").mkdir(parents=True, exist_ok=True)
+        lock = (folder / "lock").open("w")
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends
+    except BlockingIOError:
+        parser.error(f"--output: another run_grid.py is at work in {folder}")
+    except OSError as error:
+        parser.error(f"--output: {error}")
     records = {record_file(notebook, values, folder): values for values in combinations}
     points = [(notebook, values, record) for record, values in records.items()]
     if options.retry_failed:

@@ -75,6 +75,8 @@ class Compared:
     A replay may be repeated: it writes the same keys and values to the same slots, and reads no others.
     """
 
+    fixed = False  # the strategies compared take sources anywhere
+
     def __init__(self, runner, every: int):
         self.runner, self.every, self.calls, self.compared, self.sizes = runner, every, 0, 0, set()
         self.others = [
@@ -316,3 +318,39 @@ def test_a_request_may_end_with_its_first_token():
     worker = EagleWorker(*small_models())
     request = worker.submit([1, 2, 3], 1)
     assert worker.step() == [request] and len(request.output) == 1 and not worker.kv_slots.used
+
+
+@pytest.mark.parametrize("prompt", [[1, 128], [-1], [1.5], "ab", [[1, 2]]])
+def test_tokens_outside_the_vocabulary_are_refused_where_they_come_in(prompt):
+    worker = make_worker()
+    with pytest.raises(ValueError, match="prompt: expected tokens from 0 to 127"):
+        worker.submit(prompt, 4)
+    assert not worker.waiting
+
+
+def test_a_refused_step_leaves_every_slot_and_the_same_error():
+    """The byte view cannot convert the older layout's seq_lens; the loop is tried again and again."""
+    worker = make_worker("uint8_view", layout="int32_seq_lens")
+    request = worker.submit(reference()[0][0], NEW_TOKENS)
+    for _ in range(3):
+        with pytest.raises(ValueError, match="seq_lens: bytes cannot convert"):
+            worker.step()
+        assert len(worker.kv_slots.used) == len(request.slots) == len(request.prompt)
+
+
+def test_a_prefill_that_fails_gives_its_slots_back_and_keeps_its_place(monkeypatch):
+    worker, prompts = make_worker(), reference()[0]
+    worker.submit(prompts[0], NEW_TOKENS)
+    monkeypatch.setattr(worker.target, "forward", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        worker.step()
+    assert not worker.kv_slots.used and not worker.req_slots.used and len(worker.waiting) == 1
+
+
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name not in ANY_SOURCES])
+def test_strategies_at_fixed_addresses_drive_the_loop_too(strategy):
+    if strategy == "fused_kernel":
+        pytest.importorskip("triton")
+    prompts, expected, _ = reference()
+    requests = generate(make_worker(strategy, capture_batch_sizes=(1, 2, 4)), prompts[:5], 8)
+    assert [r.output for r in requests] == [tokens[:8] for tokens in expected[:5]]

@@ -199,3 +199,48 @@ def wait_for(condition, seconds: float = 30.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
         time.sleep(0.02)
+
+
+def test_a_parameter_may_not_hide_a_column_of_the_table(tmp_path):
+    write_notebook(tmp_path / "point.ipynb", "## Experiment", POINT)
+    for text, got in (("{status: [1]}", "'status'"), ("{1: [1]}", "1")):
+        run = run_grid(write_grid(tmp_path, f"notebook: point.ipynb\nparameters: {text}\n"))
+        assert run.returncode == 2 and run.stderr.endswith(f"got {got} (--help lists the options)\n")
+
+
+def test_two_grids_do_not_work_in_one_folder(tmp_path):
+    import fcntl
+
+    write_notebook(tmp_path / "point.ipynb", "## Experiment", POINT)
+    grid = write_grid(tmp_path, "notebook: point.ipynb\nparameters: {size: [1]}\n")
+    (tmp_path / "out").mkdir()
+    with (tmp_path / "out" / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        run = run_grid(grid)
+    assert run.returncode == 2 and "another run_grid.py is at work" in run.stderr
+
+
+def test_killed_for_good_it_leaves_no_worker_behind(tmp_path):
+    import psutil
+
+    slow = log_end(tmp_path) + "\nimport time\ntime.sleep(60)"
+    write_notebook(tmp_path / "point.ipynb", slow, "## Experiment", POINT)
+    grid = write_grid(tmp_path, "notebook: point.ipynb\nparameters: {size: [1, 2]}\n")
+    command = [
+        sys.executable,
+        "scripts/run_grid.py",
+        str(grid),
+        "--output",
+        str(tmp_path / "out"),
+        "--jobs",
+        "2",
+    ]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL) as run:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "log").exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        started = psutil.Process(run.pid).children(recursive=True)
+        run.kill()
+    assert started
+    _, alive = psutil.wait_procs(started, timeout=20)
+    assert not alive

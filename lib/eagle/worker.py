@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from lib.eagle import model as m
-from lib.eagle.fields import DraftBatch, DraftExtendBatch, EagleConfig, first_level
-from lib.eagle.runners import EagleDraftCudaGraphRunner, EagleDraftExtendCudaGraphRunner
+from lib.eagle.fields import Batch, DraftBatch, DraftExtendBatch, EagleConfig, first_level
+from lib.eagle.runners import EagleDraftCudaGraphRunner, EagleDraftExtendCudaGraphRunner, GraphRunner
 from lib.strategies import Strategy
 
 
@@ -46,6 +46,15 @@ class SlotPool:
         slots, self.free_slots = self.free_slots[at:], self.free_slots[:at]
         self.used.update(slots)
         return slots
+
+    @contextmanager
+    def lent(self, count: int) -> Iterator[list[int]]:
+        """Slots for a while: they come back however it ends."""
+        slots = self.alloc(count)
+        try:
+            yield slots
+        finally:
+            self.free(slots)
 
     def free(self, slots: Sequence[int]) -> None:
         """Raises ValueError and frees nothing where a slot is not in use or named twice."""
@@ -170,17 +179,22 @@ class EagleWorker:
     def submit(self, prompt: Sequence[int], max_new_tokens: int, stop_token: int | None = None) -> Request:
         """Queue a request; the next `step` with room takes it up.
 
-        Raises ValueError for an empty prompt, no token wanted, or a request that could never fit.
+        Raises ValueError for an empty prompt, a token outside the vocabulary, no token wanted, or a request
+        that could never fit.
         """
-        c, length = self.config, len(prompt) + max_new_tokens
-        if not prompt or max_new_tokens < 1:
+        c, prompt = self.config, list(prompt)
+        if not prompt or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
             raise ValueError(
                 f"expected a prompt and max_new_tokens >= 1, got {len(prompt)}, {max_new_tokens}"
             )
+        for token in prompt:
+            if not isinstance(token, int) or not 0 <= token < c.vocab_size:
+                raise ValueError(f"prompt: expected tokens from 0 to {c.vocab_size - 1}, got {token!r}")
+        length = len(prompt) + max_new_tokens
         room = min(c.max_context_len - c.num_draft_tokens, c.kv_slots - 1 - self._slots_per_step)
         if length > room:
             raise ValueError(f"prompt and new tokens: expected at most {room} together, got {length}")
-        self.waiting.append(Request(list(prompt), max_new_tokens, stop_token))
+        self.waiting.append(Request(prompt, max_new_tokens, stop_token))
         return self.waiting[-1]
 
     def run(self) -> None:
@@ -193,6 +207,7 @@ class EagleWorker:
         """Take up waiting requests, then draft, verify and draft-extend once; returns the finished requests.
 
         Raises PoolExhausted where the running requests need more KV slots than are free; nothing is written.
+        After any other exception, e.g. a strategy's refusal, every slot is where it was.
         """
         self.spans = []
         finished = self._admit()
@@ -205,9 +220,15 @@ class EagleWorker:
             self._tensor([r.req_pool_index for r in self.running]), lens_cpu.to(self.device), lens_cpu
         )
         tree = self._draft(at)
-        node_slots = self._tensor(self.kv_slots.alloc(bs * c.num_draft_tokens)).view(bs, -1)
-        predictions, features = self._verify(at, tree, node_slots)
-        self._commit(at, accept_greedy(tree, predictions), predictions, features, node_slots)
+        nodes = self.kv_slots.alloc(bs * c.num_draft_tokens)
+        try:
+            node_slots = self._tensor(nodes).view(bs, -1)
+            predictions, features = self._verify(at, tree, node_slots)
+            rows = self._extend(at, accept_greedy(tree, predictions), predictions, features, node_slots)
+        except BaseException:
+            self.kv_slots.free(nodes)
+            raise
+        self._commit(rows)
         return finished + self._retire()
 
     @property
@@ -232,8 +253,13 @@ class EagleWorker:
             needed = len(request.prompt) + (len(self.running) + 1) * self._slots_per_step
             if needed > len(self.kv_slots.free_slots):
                 break
-            with self._span("prefill"):
-                fresh = self._prefill(self.waiting.popleft())
+            try:
+                with self._span("prefill"):
+                    fresh = self._prefill(request)
+            except BaseException:
+                self._release(request)
+                raise
+            self.waiting.popleft()
             if request.finished:
                 self._release(request)
                 finished.append(request)
@@ -246,7 +272,8 @@ class EagleWorker:
     def _prefill(self, request: Request) -> DraftInput:
         """Target, then head, over the whole prompt; the head reads tokens shifted by one."""
         n = len(request.prompt)
-        request.slots, (request.req_pool_index,) = self.kv_slots.alloc(n), self.req_slots.alloc(1)
+        request.slots = self.kv_slots.alloc(n)
+        (request.req_pool_index,) = self.req_slots.alloc(1)
         slots, tokens = self._tensor([request.slots]), self._tensor([request.prompt])
         self.req_to_token[request.req_pool_index, :n] = slots[0]
         positions = torch.arange(n, device=self.device)[None]
@@ -262,21 +289,25 @@ class EagleWorker:
     def _draft(self, at: Committed) -> Tree:
         """Grow a tree for every running request. The slots of its branches are needed for the draft only."""
         k, s, bs = self.config.topk, self.config.num_steps, len(self.running)
-        slots = self.kv_slots.alloc(bs * k * s)
-        batch = DraftBatch(
-            seq_lens=at.lens,
-            out_cache_loc=self._tensor(slots),
-            positions=at.lens.repeat_interleave(k),
-            req_pool_indices=at.reqs,
-            seq_lens_cpu=at.lens_cpu,
-            **self.draft_input._asdict(),
-        )
-        with self._span("draft copy"):
-            self.draft.copy_inputs(batch)
-        with self._span("draft replay"):
-            out = self.draft.replay_graph(bs)
-        self.kv_slots.free(slots)
+        with self.kv_slots.lent(bs * k * s) as slots:
+            batch = DraftBatch(
+                seq_lens=at.lens,
+                out_cache_loc=self._tensor(slots),
+                positions=at.lens.repeat_interleave(k),
+                req_pool_indices=at.reqs,
+                seq_lens_cpu=at.lens_cpu,
+                **self.draft_input._asdict(),
+            )
+            out = self._replay("draft", self.draft, batch)
         return build_tree(self._tensor([r.output[-1] for r in self.running]), out, k, s)
+
+    def _replay(self, name: str, runner: GraphRunner, batch: Batch) -> NamedTuple:
+        if runner.fixed:  # of a strategy whose producer writes to fixed addresses, we are the producer
+            batch = runner.place(batch)
+        with self._span(f"{name} copy"):
+            runner.copy_inputs(batch)
+        with self._span(f"{name} replay"):
+            return runner.replay_graph(batch.batch_size)
 
     def _verify(self, at: Committed, tree: Tree, node_slots: Tensor) -> tuple[Tensor, Tensor]:
         """Run the target over all nodes at once: predictions (bs, w) and features (bs, w, H)."""
@@ -288,10 +319,10 @@ class EagleWorker:
             logits, features = self.target(tree.tokens, at.lens[:, None] + depths, attention)
         return logits.argmax(-1), features
 
-    def _commit(
+    def _extend(
         self, at: Committed, accepted: Tensor, predictions: Tensor, features: Tensor, node_slots: Tensor
-    ) -> None:
-        """Keep the accepted path, refresh the head's cache over all w rows, free what was rejected."""
+    ) -> list[list[int]]:
+        """Refresh the head's cache over all w rows; a request's row: how many count, w tokens, w slots."""
         bs, w = accepted.shape
         # Accepted nodes first, in path order. Rejected ones follow, so that every row has a slot of its own.
         order = accepted.byte().argsort(dim=1, descending=True, stable=True)
@@ -311,17 +342,17 @@ class EagleWorker:
             hidden_states=features.gather(1, order[..., None].expand_as(features)).flatten(0, 1),
             seq_lens_cpu=at.lens_cpu + w,
         )
-        with self._span("extend copy"):
-            self.extend.copy_inputs(batch)
-        with self._span("extend replay"):
-            out = self.extend.replay_graph(bs)
+        out = self._replay("extend", self.extend, batch)
         last = torch.arange(bs, device=self.device) * w + counts - 1
         self.draft_input = DraftInput(out.topk_p[last], out.topk_index[last], out.hidden_states[last])
 
         # The step's one synchronization with the device.
-        for request, row in zip(
-            self.running, torch.cat((counts[:, None], tokens, node_slots), dim=1).tolist()
-        ):
+        return torch.cat((counts[:, None], tokens, node_slots), dim=1).tolist()
+
+    def _commit(self, rows: list[list[int]]) -> None:
+        """Keep the accepted path of every request, free what was rejected."""
+        w = self.config.num_draft_tokens
+        for request, row in zip(self.running, rows, strict=True):
             count, tokens, slots = row[0], row[1 : 1 + w], row[1 + w :]
             request.extend(tokens[:count])
             request.accept_lengths.append(count)
@@ -341,7 +372,7 @@ class EagleWorker:
 
     def _release(self, request: Request) -> None:
         self.kv_slots.free(request.slots)
-        self.req_slots.free([request.req_pool_index])
+        self.req_slots.free([request.req_pool_index] if request.req_pool_index else [])
         request.slots, request.req_pool_index = [], 0
 
 
