@@ -45,12 +45,14 @@ class StepCopies:
         device: str = "cpu",
         seed: int = 0,
     ) -> StepCopies:
-        """Runners without graphs, their buffers, and random batches of `batch_size` requests."""
+        """Runners without graphs, their buffers, and random batches where the strategy wants its sources."""
+        draft = EagleDraftCudaGraphRunner(config, strategy, device)
+        draft_extend = EagleDraftExtendCudaGraphRunner(config, strategy, device)
         return cls(
-            EagleDraftCudaGraphRunner(config, strategy, device),
-            EagleDraftExtendCudaGraphRunner(config, strategy, device),
-            DraftBatch.random(config, batch_size, seed, device),
-            DraftExtendBatch.random(config, batch_size, seed, device),
+            draft,
+            draft_extend,
+            draft.place(DraftBatch.random(config, batch_size, seed, device)),
+            draft_extend.place(DraftExtendBatch.random(config, batch_size, seed, device)),
         )
 
     def copy_inputs(self) -> None:

@@ -65,6 +65,14 @@ def test_device_time_grows_with_the_bytes():
     assert small == pytest.approx(V100["memcpy_floor_us"], rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "count"),
+    [("copy_plan", 6), ("fused_kernel", 2), ("arena", 2), ("in_graph", 0), ("no_copy", 0)],
+)
+def test_strategies_beyond_the_pull_request_are_counted_too(strategy, count):
+    assert len(launches(strategy)) == len(launches(strategy, 5)) == count
+
+
 def test_explore_shows_a_table_and_a_figure_with_its_evidence(monkeypatch):
     shown = []
     monkeypatch.setattr("IPython.display.display", lambda *what, **how: shown.append((what, how)))
