@@ -10,13 +10,7 @@ from lib.eagle.model import DraftModel, causal_attention, draft_forward, load_pr
 from lib.eagle.worker import EagleWorker, Tree, accept_greedy, build_tree, greedy_decode
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """The models are too small to share: a second thread mostly waits."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def config_of(topk: int, num_steps: int = 3, **overrides) -> EagleConfig:

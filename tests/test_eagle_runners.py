@@ -27,13 +27,7 @@ RUNNERS = {
 both_runners = pytest.mark.parametrize("table", RUNNERS)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """The models are too small to share: a second thread mostly waits."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def make(table: str, config: EagleConfig = TINY, strategy="grouped_foreach_dma", model=None, **batch):

@@ -23,13 +23,7 @@ ROUNDING = 1e-4
 PINNED_ACCEPTANCE = {1: 2.82, 2: 3.25, 4: 3.44}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """The models are too small to share: a second thread mostly waits."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @functools.cache
