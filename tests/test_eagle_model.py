@@ -9,7 +9,6 @@ from lib.eagle import DraftBatch, EagleConfig
 from lib.eagle.model import DraftModel, causal_attention, draft_forward, load_prompts, load_trained
 from lib.eagle.worker import EagleWorker, Tree, accept_greedy, build_tree, greedy_decode
 
-
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
