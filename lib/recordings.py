@@ -25,6 +25,7 @@ from lib.traces import load_trace
 
 RECORDINGS = Path(__file__).resolve().parent.parent / "data" / "recordings"
 FORMAT = 1
+META = {"device": str, "torch": str, "date": str, "parts": dict, "skipped": list}  # what is read of meta.json
 
 # host_us, gpu_us: samples, as of `timing.Timing`. predicted, counted: launches by kind, {"memcpy": 7}; and of
 # a few counted calls device_us, the sum of their work on the device, and op_us, the operator that launched.
@@ -83,8 +84,16 @@ class Recording:
         return sorted(path.name.removesuffix(".json.gz") for path in self.path.glob("traces/*.json.gz"))
 
     def trace(self, name: str) -> pd.DataFrame:
-        """A trace as of `traces.load_trace`. Raises FileNotFoundError where there is none of that name."""
-        table = load_trace(self.path / "traces" / f"{name}.json.gz")
+        """A trace as of `traces.load_trace`.
+
+        Raises:
+            FileNotFoundError: there is none of that name.
+            ValueError: it cannot be read, or contradicts the recording's evidence.
+        """
+        path = self.path / "traces" / f"{name}.json.gz"
+        table = load_trace(path)
+        if (evidence := table.attrs["evidence"]) != self.evidence:
+            raise ValueError(f"{path}: meta.json says {self.evidence}, the trace says {evidence}")
         table.attrs |= {"evidence": self.evidence, "device": self.meta["device"], "label": self.label()}
         return table
 
@@ -137,8 +146,13 @@ class Recording:
         """
         sizes = []
         for _, rows in self.tables["crossover"].groupby("dtype"):
+            rows = rows[rows["gpu_us"].astype(object).str.len() > 0].drop_duplicates(
+                ["bytes", "way"], keep="last"
+            )
+            rows = rows.assign(median_us=rows["gpu_us"].map(np.median))
             of_way = (rows[rows["way"] == way].set_index("bytes") for way in ("in_group", "beside_group"))
-            in_group, beside = (of_size["gpu_us"].map(np.median).sort_index() for of_size in of_way)
+            in_group, beside = (of_size["median_us"].dropna().sort_index() for of_size in of_way)
+            in_group, beside = in_group.align(beside, join="inner")  # a run cut short has one of the two
             group_wins = (beside > in_group)[::-1].cummax()  # at this size or at a larger one
             sizes.append(group_wins.index[~group_wins].min())
         return int(max(sizes)) if sizes and not np.isnan(sizes).any() else None
@@ -156,8 +170,11 @@ def load(recording: str | Path) -> Recording:
         meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
         if meta["format"] != FORMAT or meta["evidence"] not in ("recorded", "modelled"):
             raise ValueError(f"format {meta['format']}, evidence {meta['evidence']}")
+        for field, what in META.items():
+            if not isinstance(value := meta.get(field), what) or (what is str and not value.strip()):
+                raise ValueError(f"{field}: expected a {what.__name__}, got {value!r}")
         tables = {name: _table(path / f"{name}.jsonl", columns) for name, columns in TABLES.items()}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path}: not a recording of format {FORMAT}: {error!r}") from error
     for name, table in tables.items():
         if wrong := set(table["evidence"]) - {meta["evidence"]}:

@@ -304,6 +304,56 @@ def test_a_line_cut_short_is_left_out_and_the_rest_stays(whole, tmp_path):
         assert len(recordings.load(copy).tables["steps"]) == text[:end].count(b"\n")
 
 
+def test_a_crossover_cut_short_still_tells_a_size_or_none(whole, tmp_path):
+    copy = Path(shutil.copytree(whole.path, tmp_path / "copy"))
+    lines = (whole.path / "crossover.jsonl").read_text().splitlines(keepends=True)
+    found = set()
+    for end in range(len(lines) + 1):
+        (copy / "crossover.jsonl").write_text("".join(lines[:end]))
+        found.add(recordings.load(copy).dma_bytes())
+    assert {None, whole.dma_bytes()} <= found <= {None, *SMALL.sizes}
+    for samples in ([], None):  # a way that was not timed, and one that was timed twice
+        spoiled = json.dumps(json.loads(lines[0]) | {"way": "in_group", "bytes": 3, "gpu_us": samples}) + "\n"
+        (copy / "crossover.jsonl").write_text("".join([*lines, spoiled, *lines]))
+        assert recordings.load(copy).dma_bytes() == whole.dma_bytes()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *[(field, value) for field in ("device", "torch", "date") for value in (None, "", 3)],
+        ("parts", []),
+        ("parts", None),
+        ("skipped", {}),
+        ("skipped", None),
+        ("evidence", None),
+    ],
+)
+def test_a_recording_that_does_not_say_what_it_is_is_refused(whole, tmp_path, monkeypatch, field, value):
+    copy = recorded(whole, tmp_path, "a", "2026-01-01")
+    meta = json.loads((copy / "meta.json").read_text())
+    without = {key: x for key, x in meta.items() if key != field}
+    monkeypatch.setattr(recordings, "RECORDINGS", tmp_path)
+    for spoiled in (meta | {field: value}, without):
+        (copy / "meta.json").write_text(json.dumps(spoiled))
+        with pytest.raises(ValueError, match=f"not a recording .*{field}"):
+            recordings.load(copy)
+        with pytest.warns(UserWarning, match=field):
+            assert recordings.choose() is None
+
+
+def test_json_nested_too_deeply_is_no_recording(tmp_path):
+    (tmp_path / "meta.json").write_text("[" * 200_000)
+    with pytest.raises(ValueError, match="not a recording"):
+        recordings.load(tmp_path)
+
+
+def test_a_modelled_trace_does_not_pass_for_a_recorded_one(whole, tmp_path):
+    copy = recordings.load(recorded(whole, tmp_path, "a", "2026-01-01"))
+    with pytest.raises(ValueError, match="says recorded, the trace says modelled"):
+        copy.trace("per_copy")
+
+
 def test_out_of_time_every_part_says_how_much_is_missing(few_strategies, tmp_path):
     path, status = record.record(StandIn(), tmp_path, minutes=0, plan=LEAST)
     recording = recordings.load(path)
