@@ -102,6 +102,7 @@ _LIST_START = re.compile(rb'\A\s*\[|"traceEvents"\s*:\s*\[')
 _BETWEEN_EVENTS = re.compile(rb"\}\s*,\s*\{")
 _EXACT = Context(prec=40, traps=[])  # 1.7e15 us since 1970: a double would round ts to 0.25 us
 _NAN = Decimal("nan")
+_UNREADABLE = -(2**63)  # in the place of a number that is there, but is no integer
 
 # An event as the readers hand it on; an integer that is absent is -1.
 _FIELDS = ("cat", "name", "ts", "dur", "pid", "tid")
@@ -430,12 +431,23 @@ def _kind(category: str, name: str) -> str | None:
 
 
 def _integers(values: Sequence[object]) -> np.ndarray:
-    """int64 array, with -1 for what is no integer of 64 bits."""
-    try:
-        return np.fromiter(values, np.int64, len(values))
-    except (TypeError, ValueError, OverflowError):
-        fits = (v if isinstance(v, int) and -(2**63) <= v < 2**63 else -1 for v in values)
-        return np.fromiter(fits, np.int64, len(values))
+    """int64 array, with -1 for what is absent and _UNREADABLE for what is no integer of 64 bits."""
+    if {*map(type, values)} == {int}:
+        with contextlib.suppress(OverflowError):
+            return np.fromiter(values, np.int64, len(values))
+    return np.fromiter(map(_integer, values), np.int64, len(values))
+
+
+def _integer(value: object) -> int:
+    if value is None:
+        return -1
+    if isinstance(value, str) and re.fullmatch("-?[0-9]{1,19}", value):
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
+        return _UNREADABLE
+    # the comparison comes first: int() of 1e999999999 would not end
+    within = isinstance(value, int) or math.isfinite(value)
+    return int(value) if within and abs(value) < 2**63 and value == int(value) else _UNREADABLE
 
 
 def _table(blocks: Iterable[tuple[list, dict]], path: Path, microseconds: float = 1.0) -> pd.DataFrame:
@@ -477,7 +489,7 @@ def _table(blocks: Iterable[tuple[list, dict]], path: Path, microseconds: float 
         "no finite ts and dur": ~np.isfinite(events["start_us"] + events["dur_us"]),
         "a negative duration": events["dur_us"] < 0,
         "no stream": on_device & (events["stream"] < 0),
-        "no thread": ~on_device & (events["thread"] == -1),
+        "no thread": ~on_device & events["thread"].isin((-1, _UNREADABLE)),
     }.items():
         left_out += [f"{n} events with {why} left out"] if (n := (keep & wrong).sum()) else []
         keep &= ~wrong
@@ -485,6 +497,9 @@ def _table(blocks: Iterable[tuple[list, dict]], path: Path, microseconds: float 
     if events.empty:
         raise ValueError(f"{path}: no event could be read: {'; '.join(left_out)}")
 
+    for field in ("device", "correlation", "bytes"):
+        if n := (events[field] == _UNREADABLE).sum():
+            left_out.append(f"{n} events of which {field} is no integer: read as absent")
     used = [gpus[gpu] for gpu in sorted(set(events["device"][on_device]) & set(gpus))]
     events["start_us"] -= events["start_us"].min()
     events["bytes"] = events["bytes"].where(events["bytes"] >= 0)

@@ -371,6 +371,33 @@ def test_what_cannot_be_placed_is_left_out_and_counted(tmp_path, monkeypatch, ms
     )
 
 
+@pytest.mark.parametrize(
+    "spelling", [float, str, lambda number: float(number) if number % 2 else str(number)]
+)
+def test_integers_in_another_spelling_keep_their_value(tmp_path, spelling):
+    events = copies_of_one_stream()
+    expected = load_trace(write(tmp_path / "t.json", events))
+    for event in events:
+        event["args"] = {key: spelling(value) for key, value in event["args"].items()}
+    # a null anywhere: then json reads the file in the place of msgspec
+    for more in ([], [{"ph": "M", "name": None}]):
+        table = load_trace(write(tmp_path / "t.json", events + more))
+        pd.testing.assert_frame_equal(table, expected)
+        assert table.attrs["left_out"] == []
+
+
+def test_what_is_no_integer_is_absent_and_counted(tmp_path):
+    odd = [512.9, True, "many", 2**70, math.nan, [512], -(2**63), None, 512]
+    events = [device("gpu_memcpy", "Memcpy DtoD", i, 1, bytes, bytes=bytes) for i, bytes in enumerate(odd)]
+    table = load_trace(write(tmp_path / "t.json", events))
+    assert table["bytes"].tolist()[-1] == 512 and table["bytes"].isna().tolist() == [True] * 8 + [False]
+    assert table["correlation"].tolist() == [-1] * 8 + [512]
+    assert table.attrs["left_out"] == [
+        "7 events of which correlation is no integer: read as absent",
+        "7 events of which bytes is no integer: read as absent",
+    ]
+
+
 def test_arguments_are_checked(tmp_path):
     table = load_trace(write(tmp_path / "t.json", copies_of_one_stream()))
     with pytest.raises(ValueError, match="min_copies: expected at least 1, got 0"):
