@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from numbers import Integral, Real
 from pathlib import Path
 
 import numpy as np
@@ -134,7 +135,8 @@ class DeviceProfile:
         """A profile of data/devices/ by name, or any by path.
 
         Raises:
-            ValueError: there is none, or a figure is missing or not 0 <= low <= value <= high.
+            ValueError: there is none, a figure is missing or not 0 <= low <= value <= high, or a field
+                is not what the class says.
         """
         path = DEVICES / f"{name}.json" if str(name) in cls.available() else Path(name)
         if not path.is_file():
@@ -145,9 +147,24 @@ class DeviceProfile:
             for figure, f in figures.items():
                 if not 0 <= f.low <= f.value <= f.high < np.inf or (figure.endswith("per_s") and f.low == 0):
                     raise ValueError(f"{figure}: expected 0 <= low <= value <= high, a rate above 0, got {f}")
-            return cls(**raw | {"figures": figures, "unknown": tuple(raw["unknown"])})
-        except (ValueError, TypeError, KeyError) as error:
+            texts = [raw[field] for field in ("name", "device", "source", "date")]
+            if not all(isinstance(text, str) for text in texts):
+                raise ValueError(f"name, device, source, date: expected texts, got {texts}")
+            if not isinstance(unknown := raw["unknown"], list) or not all(
+                x in list(FIGURES) for x in unknown
+            ):
+                raise ValueError(f"unknown: expected a list of figures, got {unknown}")
+            errors = raw.get("error")
+            if not isinstance(errors or {}, dict) or not all(map(_is_size, (errors or {}).values())):
+                raise ValueError(f"error: expected a number from 0 on for each regime, got {errors}")
+            return cls(**raw | {"figures": figures, "unknown": tuple(unknown)})
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise ValueError(f"{path}: not a device profile: {error!r}") from error
+
+
+def _is_size(x: object) -> bool:
+    """Whether it is a finite number from 0 on."""
+    return isinstance(x, Real) and not isinstance(x, bool) and 0 <= x < np.inf
 
 
 def fit_profile(
@@ -177,7 +194,7 @@ def fit_profile(
     copies = device[(device["kind"] == "memcpy") & device["bytes"].notna()]
     if copies.empty:
         where = trace.attrs.get("source", "trace")
-        raise ValueError(f"{where}: no device-to-device memcpy to fit a profile from")
+        raise ValueError(f"{where}: no device-to-device memcpy of known size to fit a profile from")
 
     small = copies[copies["bytes"] <= max(2048, copies["bytes"].min())]
     floor = _figure(small["dur_us"], f"memcpys of at most {small['bytes'].max():.0f} bytes")
@@ -258,7 +275,7 @@ def validate(trace: pd.DataFrame) -> pd.DataFrame:
 
     Returns:
         one row a burst: half, regime, n_copies, span_us, predicted_us, error (signed, relative; NaN where
-        the rest of the trace has nothing to fit).
+        the rest of the trace has nothing to fit, or the burst no span).
     """
     bursts = find_copy_bursts(trace, kinds=("memcpy",))
     copies = burst_copies(trace, kinds=("memcpy",))
@@ -274,7 +291,7 @@ def validate(trace: pd.DataFrame) -> pd.DataFrame:
         start, end = _play(device, held_out.index, profile)
         start, end = (times[held_out.index].groupby(held_out["burst"]) for times in (start, end))
         table["predicted_us"] = table["predicted_us"].fillna(end.max() - start.first())
-    return table.assign(error=table["predicted_us"] / table["span_us"] - 1)
+    return table.assign(error=table["predicted_us"] / table["span_us"].where(table["span_us"] > 0) - 1)
 
 
 def _play(device: pd.DataFrame, modelled: pd.Index, profile: DeviceProfile) -> tuple[pd.Series, pd.Series]:
@@ -327,13 +344,15 @@ def simulate(
         a table as of `traces.load_trace`, evidence "modelled", times from the first call on.
 
     Raises:
-        ValueError: an unknown kind or call, or a graph replay without graph_us.
+        ValueError: an unknown kind or call, a count that is none, or a graph replay without graph_us.
     """
     rows, host, free, before = [], 0.0, -np.inf, None
     for number, launch in enumerate(launches, 1):
         if launch.call not in CALLS or launch.kind not in WORK:
             expected = f"kind in {list(WORK)}, call in {list(CALLS)}"
             raise ValueError(f"launch {number}: expected {expected}, got {launch}")
+        if not all(isinstance(n, Integral) and n >= 0 for n in (launch.bytes, launch.n_copies)):
+            raise ValueError(f"launch {number}: expected n_copies and bytes of 0 or more, got {launch}")
         if launch.kind == "graph" and (graph_us is None or not 0 <= graph_us < np.inf):
             raise ValueError(f"graph_us: expected how long the graph runs, in us, got {graph_us}")
         (op, cost), (runtime, call_us, kind, work) = CALLS[launch.call], WORK[launch.kind]
@@ -389,7 +408,8 @@ def what_if_grouped(bursts: pd.DataFrame, profile: DeviceProfile, groups: int = 
         launches = grouped + large if is_large[-1:].any() else large + grouped
         # On the device: in proportion to the model's time for today's copies, where those filled the span.
         today = _queued_us(copies + large, profile)
-        scale = (burst.span_us - burst.fused_us) / today if today and burst.regime != "host-bound" else 1.0
+        filled = max(burst.span_us - burst.fused_us, 0.0)  # fused kernels may overlap, and take longer
+        scale = filled / today if today and burst.regime != "host-bound" else 1.0
         stays = burst.fused_us + scale * _queued_us(large, profile)
         # On the host: what it does between the copies today, of which the model has a part, too.
         others = burst.host_span_us - max(burst.op_us, burst.host_us)
@@ -397,8 +417,9 @@ def what_if_grouped(bursts: pd.DataFrame, profile: DeviceProfile, groups: int = 
         error = errors.get(burst.regime, max(errors.values(), default=0.0))
         after = []
         for p, sign in ends:
-            device = stays + scale * _queued_us(grouped, p) * (1 + sign * error)
-            host = _host_us(launches, p) * (1 + sign * error) - burst.lead_us + (sign >= 0) * others
+            off = max(1 + sign * error, 0.0)
+            device = stays + scale * _queued_us(grouped, p) * off
+            host = _host_us(launches, p) * off - burst.lead_us + (sign >= 0) * others
             after.append(device if burst.regime == "unknown" else max(device, host))
         rows.append((len(launches) + burst.n_fused, after[0], min(after), max(after)))
     columns = ["launches", "grouped_us", "grouped_low_us", "grouped_high_us"]

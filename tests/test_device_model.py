@@ -151,6 +151,18 @@ def spoil(change):
         (spoil(lambda raw: raw["figures"]["gap_us"].update(value=math.nan)), "gap_us: expected 0 <= low"),
         (spoil(lambda raw: raw["figures"]["fill_gb_per_s"].update(low=0)), "a rate above 0"),
         (spoil(lambda raw: raw.update(more=1)), "more"),
+        (lambda path: path.write_text("[" * 200_000), "RecursionError"),
+        (spoil(lambda raw: raw.update(device=None)), "device, source, date: expected texts"),
+        (spoil(lambda raw: raw.update(name=3)), "device, source, date: expected texts"),
+        (spoil(lambda raw: raw.update(unknown="gap_us")), "unknown: expected a list of figures"),
+        (spoil(lambda raw: raw.update(unknown=["gap"])), "unknown: expected a list of figures"),
+        (spoil(lambda raw: raw.update(unknown=[["gap_us"]])), "unknown: expected a list of figures"),
+        (spoil(lambda raw: raw.update(error=[0.1])), "error: expected a number from 0 on"),
+        (spoil(lambda raw: raw.update(error=0.1)), "error: expected a number from 0 on"),
+        (spoil(lambda raw: raw.update(error={"queued": "0.1"})), "error: expected a number from 0 on"),
+        (spoil(lambda raw: raw.update(error={"queued": -0.1})), "error: expected a number from 0 on"),
+        (spoil(lambda raw: raw.update(error={"queued": math.nan})), "error: expected a number from 0 on"),
+        (spoil(lambda raw: raw.update(error={"queued": math.inf})), "error: expected a number from 0 on"),
     ],
 )
 def test_a_bad_profile_is_refused(tmp_path, make, why):
@@ -174,7 +186,7 @@ def test_fit_recovers_the_profile_behind_a_modelled_trace():
 
 def test_fit_refuses_a_trace_without_device_copies():
     trace = simulate([Launch("fill", 1, 64, "", "fill_")], profile_of())
-    with pytest.raises(ValueError, match="round: no device-to-device memcpy"):
+    with pytest.raises(ValueError, match="round: no device-to-device memcpy of known size"):
         fit_profile(trace)
 
 
@@ -238,6 +250,11 @@ def test_calls_of_every_kind_by_hand():
         ([GRAPH], None, "graph_us: expected how long"),
         ([GRAPH], math.nan, "graph_us: expected how long"),
         ([GRAPH], -1, "graph_us: expected how long"),
+        (memcpys(1, -1), None, "launch 1: expected n_copies and bytes"),
+        (memcpys(1, math.nan), None, "launch 1: expected n_copies and bytes"),
+        (memcpys(1, math.inf), None, "launch 1: expected n_copies and bytes"),
+        (memcpys(1, 1.5), None, "launch 1: expected n_copies and bytes"),
+        ([Launch("foreach", -4, 0, "", "foreach")], None, "launch 1: expected n_copies and bytes"),
     ],
 )
 def test_simulate_refuses(launches, graph_us, why):
@@ -388,6 +405,33 @@ def test_what_if_leaves_alone_what_grouping_does_not_touch():
     assert empty.empty and "saved_us" in empty
     with pytest.raises(ValueError, match="groups: expected at least 1, got 0"):
         what_if_grouped(large, profile, groups=0)
+
+
+def test_what_if_stays_physical_where_the_model_is_bad():
+    """An error of more than all, and fused kernels that overlap for longer than the burst lasts."""
+    profile = replace(profile_of(), error={"queued": 3.0, "host-bound": 3.0})
+    head = memcpys(1, 2**30)
+    for launches in (memcpys(12), head + memcpys(12)):
+        bursts = find_copy_bursts(simulate(launches, profile))
+        for changed in (bursts, bursts.assign(fused_us=bursts["span_us"] * 2, n_fused=1)):
+            (row,) = what_if_grouped(changed, profile).itertuples()
+            assert 0 <= row.grouped_low_us <= row.grouped_us <= row.grouped_high_us
+
+
+def test_a_burst_without_a_span_is_no_error(tmp_path):
+    """Times in whole us round short copies down to nothing."""
+    trace = simulate([*memcpys(5), GRAPH] * 4, profile_of(), graph_us=9)
+    of_burst = burst_copies(trace)["burst"]
+    for burst in (0, 1):
+        rows = of_burst.index[of_burst == burst]
+        trace.loc[rows, ["start_us", "dur_us"]] = [trace["start_us"][rows[0]], 0.0]
+    checked = validate(trace)
+    assert checked["span_us"].eq(0).sum() == 2 and checked["predicted_us"].gt(0).all()
+    assert checked["error"].isna().tolist() == [True, True, False, False]
+    profile = fit_profile(trace)
+    profile.save(tmp_path / "p.json")
+    assert DeviceProfile.load(tmp_path / "p.json").error == profile.error
+    assert what_if_grouped(find_copy_bursts(trace), profile)["saved_us"].notna().all()
 
 
 def test_what_if_splits_large_groups_as_the_kernel_does(monkeypatch):
