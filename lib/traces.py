@@ -14,6 +14,7 @@ resolution_us (1.0 where the file holds whole microseconds) and left_out, a list
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import gzip
 import json
@@ -102,6 +103,8 @@ _LIST_START = re.compile(rb'\A\s*\[|"traceEvents"\s*:\s*\[')
 _BETWEEN_EVENTS = re.compile(rb"\}\s*,\s*\{")
 _EXACT = Context(prec=40, traps=[])  # 1.7e15 us since 1970: a double would round ts to 0.25 us
 _NAN = Decimal("nan")
+_FOREVER = 2**62 - 1  # ns: the year 2116; two of them differ by an int64
+_SPAN = 2**42  # us: 50 days, in which a double still tells nanoseconds apart
 _UNREADABLE = -(2**63)  # in the place of a number that is there, but is no integer
 
 # An event as the readers hand it on; an integer that is absent is -1.
@@ -156,7 +159,7 @@ def load_trace(path: str | os.PathLike) -> pd.DataFrame:
         raise ValueError(f"{path}: the file is empty")
     try:
         if magic.startswith(b"SQLite format 3"):
-            return _table([_read_nsys(path)], path, microseconds=1e-3)
+            return _table([_read_nsys(path)], path, nsys=True)
         with (gzip.open if magic.startswith(b"\x1f\x8b") else open)(path, "rb") as stream:
             return _table(_read_json(stream, path), path)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
@@ -352,22 +355,21 @@ def _calls(copies: pd.DataFrame, trace: pd.DataFrame) -> pd.DataFrame:
 def _read_json(stream: BinaryIO, path: Path) -> Iterator[tuple[list, dict]]:
     """Yield what `_decode` gives, block by block.
 
-    A block ends between two events. Text that only looks like such a place (in a string, in a list of `args`)
-    leaves something open, so it does not decode, and an earlier place is tried.
+    A block ends between two events. Text that only looks like such a place (in a string, in a list of `args`,
+    in another list after the trace's) does not decode as a list, and an earlier place is tried.
     """
-    text = stream.read(_BLOCK)
+    text = stream.read(_BLOCK).removeprefix(codecs.BOM_UTF8)
     while not (start := _LIST_START.search(text)):
         if text.lstrip()[:1] != b"{" or not (more := stream.read(_BLOCK)):
             raise ValueError(f'{path}: expected a JSON list, or an object with a list "traceEvents"')
         text += more
     head, text = text[: start.end()], text[start.end() :]
-    closing = b"]}" if head.lstrip().startswith(b"{") else b"]"
     # Where no place was found (an event longer than a block, a long tail), twice the text is tried.
     while more := stream.read(max(_BLOCK, len(text))):
         text += more
         for place in list(_BETWEEN_EVENTS.finditer(text, len(text) - _BLOCK // 16))[:-4:-1]:
             with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
-                yield _decode(head + text[: place.start() + 1] + closing)
+                yield _decode(b"[" + text[: place.start() + 1] + b"]")
                 text = text[place.end() - 1 :]
                 break
     try:
@@ -450,26 +452,35 @@ def _integer(value: object) -> int:
     return int(value) if within and abs(value) < 2**63 and value == int(value) else _UNREADABLE
 
 
-def _table(blocks: Iterable[tuple[list, dict]], path: Path, microseconds: float = 1.0) -> pd.DataFrame:
-    """The table of a file's events; `microseconds` is the unit of their ts and dur.
+def _nanoseconds(times: Sequence[Decimal], factor: int) -> np.ndarray:
+    """int64 array of times * factor, held within _FOREVER; _UNREADABLE for what is not finite."""
+    try:
+        array = np.fromiter(map(int, map(_EXACT.multiply, times, repeat(factor))), np.int64, len(times))
+    except (ValueError, OverflowError):
+        scaled = map(_EXACT.multiply, times, repeat(factor))
+        held = (min(max(t, -_FOREVER), _FOREVER) if t.is_finite() else _UNREADABLE for t in scaled)
+        return np.fromiter(map(int, held), np.int64, len(times))
+    return array.clip(-_FOREVER, _FOREVER)
+
+
+def _table(blocks: Iterable[tuple[list, dict]], path: Path, nsys: bool = False) -> pd.DataFrame:
+    """The table of a file's events; `nsys` tells that ts and dur are in nanoseconds, not microseconds.
 
     What cannot be placed is left out, and said so.
     """
-    frames, labels, gpus, origin, evidence = [], {}, {}, None, "recorded"
+    frames, labels, gpus, evidence = [], {}, {}, "recorded"
     for columns, about in blocks:
         evidence = "modelled" if about.get("evidence") == "modelled" else evidence
         properties = about.get("deviceProperties")
         for gpu in properties if isinstance(properties, list) else ():
-            if isinstance(gpu, dict) and isinstance(gpu.get("id"), int):
-                gpus[gpu["id"]] = str(gpu.get("name"))
+            if isinstance(gpu, dict) and isinstance(gpu.get("id"), int) and isinstance(gpu.get("name"), str):
+                gpus[gpu["id"]] = gpu["name"]
         if not columns or not columns[0]:
             continue
         category, name, ts, dur, pid, *numbers = columns
-        origin = next((t for t in ts if t.is_finite()), None) if origin is None else origin
-        start = map(_EXACT.subtract, ts, repeat(origin or 0))
         frame = dict(zip(("thread", *_ARGS), map(_integers, numbers)))
-        frame["start_us"] = np.fromiter(map(float, start), float) * microseconds
-        frame["dur_us"] = np.array(dur, float) * microseconds
+        frame["start_ns"] = _nanoseconds(ts, 1 if nsys else 1000)
+        frame["dur_us"] = np.array(dur, float) * (1e-3 if nsys else 1.0)
         frame["process"] = np.array([*map(_text, pid)], object)
         # every text once: its events hold its number
         frame["label"] = [labels.setdefault(pair, len(labels)) for pair in zip(category, name)]
@@ -485,9 +496,13 @@ def _table(blocks: Iterable[tuple[list, dict]], path: Path, microseconds: float 
     categories = [category for category, _ in labels]
     counts = Counter(categories[label] for label in events["label"][~keep])
     left_out = [f"{n} events of category {category!r} left out" for category, n in counts.items()]
+    finite = (events["start_ns"] != _UNREADABLE) & np.isfinite(events["dur_us"])
+    middle = events["start_ns"][keep & finite].quantile(interpolation="lower")
+    far = ((events["start_ns"] - middle).abs() > 1000 * _SPAN) | (events["dur_us"] > _SPAN)
     for why, wrong in {
-        "no finite ts and dur": ~np.isfinite(events["start_us"] + events["dur_us"]),
+        "no finite ts and dur": ~finite,
         "a negative duration": events["dur_us"] < 0,
+        "a time weeks away from the others": far,
         "no stream": on_device & (events["stream"] < 0),
         "no thread": ~on_device & events["thread"].isin((-1, _UNREADABLE)),
     }.items():
@@ -501,7 +516,7 @@ def _table(blocks: Iterable[tuple[list, dict]], path: Path, microseconds: float 
         if n := (events[field] == _UNREADABLE).sum():
             left_out.append(f"{n} events of which {field} is no integer: read as absent")
     used = [gpus[gpu] for gpu in sorted(set(events["device"][on_device]) & set(gpus))]
-    events["start_us"] -= events["start_us"].min()
+    events["start_us"] = (events["start_ns"] - events["start_ns"].min()) / 1000
     events["bytes"] = events["bytes"].where(events["bytes"] >= 0)
     events["correlation"] = events["correlation"].where(events["correlation"] > 0, -1)
     if n := _name_tracks(events, on_device):

@@ -123,13 +123,30 @@ def test_blocks_end_between_events(tmp_path, monkeypatch, block):
     document = {
         "traceEvents": events,
         "deviceProperties": [{"id": 0, "name": "GPU"}],
-        "tail": [{}, {"x": [{}, {}]}],
+        "tail": [{}, {"x": [{}, {}]}, *copies_of_one_stream(90)],
     }
     path = write(tmp_path / "t.json", document)
     expected = load_trace(path)
     monkeypatch.setattr(traces, "_BLOCK", block)
     pd.testing.assert_frame_equal(load_trace(path), expected)
     assert load_trace(path).attrs == expected.attrs
+
+
+def test_a_byte_order_mark_and_a_gpu_without_a_name(tmp_path):
+    document = {"deviceProperties": [{"id": 0, "name": None}], "traceEvents": copies_of_one_stream()}
+    table = load_trace(write(tmp_path / "t.json", "\ufeff" + json.dumps(document)))
+    assert len(table) == 15 and table.attrs["device"] == ""
+
+
+@pytest.mark.parametrize("ts", [0, -3.5, 1e30, -1e300, "1e99999"])
+@pytest.mark.parametrize("category", ["cpu_op", "foreign"])
+def test_a_time_far_from_the_others_does_not_blur_them(tmp_path, ts, category):
+    text = '{"ph":"X","cat":"cpu_op","name":"a","pid":1,"tid":1,"ts":1712195495519689.%s,"dur":1}'
+    events = [json.dumps(span(category, "far", ts, 1)), *(text % ns for ns in ("001", "126", "127"))]
+    table = load_trace(write(tmp_path / "t.json", f"[{','.join(events)}]"))
+    assert table["start_us"].tolist() == [0.0, 0.125, 0.126] and table.attrs["resolution_us"] == 0.001
+    why = {"cpu_op": "with a time weeks away from the others", "foreign": "of category 'foreign'"}[category]
+    assert table.attrs["left_out"][0] == f"1 events {why} left out"
 
 
 def test_kernels_that_copy_are_told_apart(tmp_path):
