@@ -519,8 +519,7 @@ def _table(blocks: Iterable[tuple[list, dict]], path: Path, nsys: bool = False) 
     events["start_us"] = (events["start_ns"] - events["start_ns"].min()) / 1000
     events["bytes"] = events["bytes"].where(events["bytes"] >= 0)
     events["correlation"] = events["correlation"].where(events["correlation"] > 0, -1)
-    if n := _name_tracks(events, on_device):
-        left_out.append(f"{n} events not joined: several host calls have their correlation")
+    left_out += _name_tracks(events, on_device, nsys)
     table = event_table(events)
     device = table[table["kind"].isin(DEVICE_KINDS)]
     if device.empty:
@@ -535,18 +534,27 @@ def _table(blocks: Iterable[tuple[list, dict]], path: Path, nsys: bool = False) 
     return table
 
 
-def _name_tracks(events: pd.DataFrame, on_device: pd.Series) -> int:
-    """Set track, stream and thread; count the events whose correlation several host calls have, and unset it.
+def _name_tracks(events: pd.DataFrame, on_device: pd.Series, nsys: bool) -> list[str]:
+    """Set track, stream and thread; unset a correlation that several host calls have. Returns what was lost.
 
-    A device event of JSON does not name its process; with several in the file it is that of its host call.
+    nsys says to which process device work belongs. JSON does not: with several in the file it is that of the
+    host call, else the one that all other work on its stream belongs to.
     """
     calls = events[(events["kind"] == "runtime") & (events["correlation"] > 0)].set_index("correlation")
     twice = events["correlation"].isin(calls.index[calls.index.duplicated()])
     events["correlation"] = events["correlation"].where(~twice, -1)
-    process = events["process"].where(~on_device)
+    told = [f"{n} events not joined: several host calls have their correlation"] if (n := twice.sum()) else []
+    process = events["process"].where(~on_device | (nsys & (events["process"] != "-1")))
     if process.nunique() > 1:
         caller = calls["process"][~calls.index.duplicated(keep=False)]
-        process = process.where(~on_device, events["correlation"].map(caller)).fillna("")
+        process = process.fillna(events["correlation"].map(caller))
+        owners = process[on_device].groupby([events["device"], events["stream"]])
+        process = process.fillna(owners.transform("first").where(owners.transform("nunique") == 1))
+        if n := process.isna().sum():
+            told.append(
+                f"{n} device events of which several processes may be the owner: on tracks of their own"
+            )
+        process = process.fillna("")
     else:
         process[:] = ""
     several_gpus = events["device"][on_device].nunique() > 1
@@ -555,7 +563,7 @@ def _name_tracks(events: pd.DataFrame, on_device: pd.Series) -> int:
     events["thread"] = events["thread"].where(~on_device, -1)
     lanes = (process, gpu, events["stream"], events["thread"])
     events["track"] = [*map(_track, *(column.tolist() for column in lanes))]
-    return twice.sum()
+    return told
 
 
 @lru_cache(2**12)

@@ -180,12 +180,33 @@ def test_several_gpus_and_processes(tmp_path):
         device("gpu_memcpy", "Memcpy DtoD", 7, 1, 3, gpu=1, bytes=8),
     ]
     table = load_trace(write(tmp_path / "t.json", events))
-    streams = {"gpu 0 stream 7 of 10", "gpu 1 stream 7 of 20", "gpu 1 stream 7"}
+    streams = {"gpu 0 stream 7 of 10", "gpu 1 stream 7 of 20"}
     assert set(table["track"]) == {"host 10:100", "host 20:100", *streams}
     assert "3 events not joined: several host calls have their correlation" in table.attrs["left_out"]
-    copies = burst_copies(table, min_copies=1).set_index("track")
-    assert copies.loc["gpu 0 stream 7 of 10", "call"] == "cudaMemcpyAsync"
-    assert math.isnan(copies.loc["gpu 1 stream 7", "call_us"])
+    copies = burst_copies(table, min_copies=1)
+    assert copies["call"].fillna("").tolist() == ["cudaMemcpyAsync", "cudaMemcpyAsync", ""]
+
+
+@pytest.mark.parametrize("owners", [(10,), (10, 20)])
+def test_work_without_its_call_lies_where_all_other_work_of_its_stream_does(tmp_path, owners):
+    events = [span("cpu_op", "another process", 0, 1, pid=30)]
+    for i in range(6):
+        pid = owners[i % len(owners)]
+        events += [span("cuda_runtime", "cudaMemcpyAsync", 10 * i, 1, pid=pid, correlation=i + 1)]
+        events += [device("gpu_memcpy", "Memcpy DtoD", 10 * i + 5, 1, i + 1, bytes=8)]
+    events += [device("kernel", "k", 27, 1, 99)]
+    table = load_trace(write(tmp_path / "t.json", events))
+    unknown = "1 device events of which several processes may be the owner: on tracks of their own"
+    assert table.attrs["left_out"] == ([unknown] if len(owners) > 1 else [])
+    if len(owners) == 1:
+        assert find_copy_bursts(table, min_copies=1)["n_copies"].tolist() == [3, 3]
+
+
+@pytest.mark.parametrize("lost", ["DELETE FROM", "DROP TABLE"])
+def test_nsys_tells_the_process_of_work_without_a_call(tmp_path, lost):
+    table = load_trace(nsys(tmp_path / "r.sqlite", (77, 78), f"{lost} CUPTI_ACTIVITY_KIND_RUNTIME;"))
+    assert set(table["track"]) == {"stream 7 of 77", "stream 7 of 78"}
+    assert find_copy_bursts(table)["n_copies"].tolist() == [4, 4] and table.attrs["left_out"] == []
 
 
 def test_overlaps_on_a_stream_count_once_and_are_told(tmp_path):
