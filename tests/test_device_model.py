@@ -441,3 +441,75 @@ def test_what_if_splits_large_groups_as_the_kernel_does(monkeypatch):
         [torch.empty(1, device="meta")] * 300, [torch.empty(1, device="meta")] * 300
     )
     assert what_if_grouped(bursts, profile, groups=1)["launches"].item() == len(limits)
+
+
+# ------------------------------------------------------------------ notebook 07, which shows all of it
+
+
+NOTEBOOK = Path(__file__).resolve().parents[1] / "notebooks" / "07_your_trace.ipynb"
+
+
+def run_notebook(monkeypatch, **parameters) -> dict:
+    """Its cells but the exercises, here and without figures."""
+    from lib import plots
+
+    monkeypatch.chdir(NOTEBOOK.parent)
+    monkeypatch.setattr(plots, "show", lambda *figure: plots.plt.close("all"))
+    namespace = {"display": lambda table: None}
+    for cell in json.loads(NOTEBOOK.read_text())["cells"]:
+        tags = cell["metadata"].get("tags", ())
+        if cell["cell_type"] == "code" and "exercise" not in tags:
+            exec("".join(cell["source"]), namespace)
+        if "parameters" in tags:
+            namespace |= {"device": "cpu", "quick": True} | parameters
+    return namespace
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [{"min_copies": 8}, {"min_copies": 10}, {"min_copies": 1, "groups": 100}, {"profile": "a100"}],
+)
+def test_notebook_07_takes_other_parameters(monkeypatch, parameters):
+    n_copies = run_notebook(monkeypatch, **parameters)["bursts"]["n_copies"].tolist()
+    assert n_copies == [n for n in (7, 9) if n >= parameters.get("min_copies", 4)] * 3
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"min_copies": 0},
+        {"min_copies": "4"},
+        {"groups": 2.0},
+        {"groups": 0},
+        {"trace_path": None},
+        {"profile": 3},
+        {"perfetto_path": "of/no/folder.json"},
+    ],
+)
+def test_notebook_07_names_a_wrong_parameter_before_it_starts(monkeypatch, parameters):
+    (name,) = parameters
+    with pytest.raises(ValueError, match=f"^{name}: expected"):
+        run_notebook(monkeypatch, **parameters)
+
+
+@pytest.mark.parametrize("name", ["zero", "no_bytes", "a100_ddp_training_of_mine"])
+def test_notebook_07_takes_traces_that_tell_little(monkeypatch, tmp_path, name):
+    """Copies of no duration at one time, copies of unknown size, and a file called almost as one of ours."""
+    copies = [
+        {"ph": "X", "cat": "gpu_memcpy", "name": "Memcpy DtoD", "ts": 5 if name == "zero" else 5 + 9 * i,
+         "dur": 0 if name == "zero" else 2, "pid": 0, "tid": 7,
+         "args": {"device": 0, "stream": 7, "correlation": i + 1}
+         | ({} if name == "no_bytes" else {"bytes": 8})}
+        for i in range(6)
+    ]  # fmt: skip
+    path = tmp_path / f"{name}.json"
+    path.write_text(json.dumps({"traceEvents": copies}))
+    found = run_notebook(monkeypatch, trace_path=str(path))
+    assert found["bursts"]["n_copies"].tolist() == [6] and found["saving"]["saved_us"].notna().all()
+    assert found["device_profile"].name == ("v100" if name == "no_bytes" else "fitted")
+
+
+def test_notebook_07_takes_our_trace_with_another_profile(monkeypatch):
+    shared("a100_ddp_training")
+    path = SHARED / "a100_ddp_training.pt.trace.json.gz"
+    assert len(run_notebook(monkeypatch, trace_path=str(path), profile="v100")["bursts"]) == 6
