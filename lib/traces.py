@@ -248,14 +248,16 @@ def burst_copies(
         call; op_us is NaN for an annotation, which holds more than the copy).
 
     Raises:
-        ValueError: min_copies below 1, or a kind that is none of DEVICE_KINDS.
+        ValueError: min_copies below 1, a kind that is none of DEVICE_KINDS, or an index with duplicates.
     """
     if min_copies < 1:
         raise ValueError(f"min_copies: expected at least 1, got {min_copies}")
     if unknown := set(kinds) - set(DEVICE_KINDS):
         raise ValueError(f"kinds: expected some of {DEVICE_KINDS}, got {sorted(unknown)}")
+    if not trace.index.is_unique:
+        raise ValueError("trace: expected an index without duplicates (pd.concat with ignore_index=True)")
     device = trace[trace["kind"].isin(DEVICE_KINDS)].sort_values(["track", "start_us"], kind="stable")
-    track, is_copy = device["track"].cat.codes, device["kind"].isin(kinds)
+    is_copy, track = device["kind"].isin(kinds), pd.Series(pd.factorize(device["track"])[0], device.index)
     device["ready_us"] = _done_before(device, track)
     device["run"] = (track.diff().ne(0) | is_copy.ne(is_copy.shift())).cumsum()
     runs = device[is_copy].groupby("run")["start_us"]
@@ -300,7 +302,7 @@ def find_copy_bursts(
     bursts["n_copies"] = rows.size()
     bursts["span_us"] = rows["end"].max() - bursts["start_us"]
     bursts["busy_us"] = bursts["span_us"] - bursts["idle"]
-    bursts["idle_share"] = bursts["idle"] / bursts["span_us"]
+    bursts["idle_share"] = (bursts["idle"] / bursts["span_us"]).where(bursts["span_us"] > 0, 0.0)
     bursts["host_span_us"] = rows["call_end"].max() - rows["call_start_us"].min()
     bursts["lead_us"] = bursts["start_us"] - rows["asked"].min()
     for column in ("call", "op"):
@@ -402,6 +404,7 @@ def _decode(text: bytes) -> tuple[list, dict]:
 def _row(category, name, ts, dur, pid, *numbers) -> tuple:
     """An event whose fields may have any type in the file."""
     times = (_EXACT.create_decimal(t) if isinstance(t, int | str | Decimal) else _NAN for t in (ts, dur))
+    times = map(_EXACT.plus, times)  # makes a signalling NaN quiet
     return str(category or ""), str(name or ""), *times, str(-1 if pid is None else pid), *numbers
 
 
@@ -422,7 +425,9 @@ def _read_nsys(path: Path) -> tuple[list, dict]:
         return [*zip(*rows)], {"deviceProperties": [{"id": number, "name": name} for number, name in gpus]}
 
 
-_text = lru_cache(2**12)(str)
+@lru_cache(2**12)
+def _text(value: object) -> str:
+    return str(value).encode("utf-8", "replace").decode()  # a lone surrogate, which JSON can hold, is no text
 
 
 def _kind(category: str, name: str) -> str | None:
@@ -474,7 +479,7 @@ def _table(blocks: Iterable[tuple[list, dict]], path: Path, nsys: bool = False) 
         properties = about.get("deviceProperties")
         for gpu in properties if isinstance(properties, list) else ():
             if isinstance(gpu, dict) and isinstance(gpu.get("id"), int) and isinstance(gpu.get("name"), str):
-                gpus[gpu["id"]] = gpu["name"]
+                gpus[gpu["id"]] = _text(gpu["name"])
         if not columns or not columns[0]:
             continue
         category, name, ts, dur, pid, *numbers = columns
@@ -490,7 +495,7 @@ def _table(blocks: Iterable[tuple[list, dict]], path: Path, nsys: bool = False) 
     events = pd.concat(frames, ignore_index=True)
     frames.clear()
 
-    events["name"] = np.array([name for _, name in labels], object)[events["label"]]
+    events["name"] = np.array([_text(name) for _, name in labels], object)[events["label"]]
     events["kind"] = np.array([_kind(*pair) for pair in labels], object)[events["label"]]
     keep, on_device = events["kind"].notna(), events["kind"].isin(DEVICE_KINDS)
     categories = [category for category, _ in labels]

@@ -387,17 +387,19 @@ def test_what_cannot_be_placed_is_left_out_and_counted(tmp_path, monkeypatch, ms
         span("cpu_op", "infinite", math.inf, 1),
         span("cpu_op", "text", "soon", 1),
         span("cpu_op", "negative", base, -3),
+        span("cpu_op", "signalling", base, "sNaN"),
+        span("cpu_op", "signalling", "sNaN", 1),
         {"ph": "X", "cat": "kernel", "name": "no args, no ids", "ts": base, "dur": 1},
         span("cpu_op", "thread by name", base, 1, tid="main"),
         span("python_function", "a frame", base, 1),
         span("python_function", "a frame", base, 1),
         "no event",
     ]
-    table = load_trace(write(tmp_path / "t.json", {"traceEvents": bad[:5] + good + bad[5:]}))
+    table = load_trace(write(tmp_path / "t.json", {"traceEvents": bad[:7] + good + bad[7:]}))
     assert table.attrs["left_out"] == [
         "2 events of category 'python_function' left out",
         "1 events of category '' left out",
-        "4 events with no finite ts and dur left out",
+        "6 events with no finite ts and dur left out",
         "1 events with a negative duration left out",
         "1 events with no stream left out",
         "1 events with no thread left out",
@@ -434,6 +436,30 @@ def test_what_is_no_integer_is_absent_and_counted(tmp_path):
         "7 events of which correlation is no integer: read as absent",
         "7 events of which bytes is no integer: read as absent",
     ]
+
+
+def test_lone_surrogates_are_replaced(tmp_path):
+    events = [{**event, "pid": "\udc01", "name": "\ud800 x"} for event in copies_of_one_stream()]
+    gpus = [{"id": 0, "name": "\ud800 GPU"}]
+    table = load_trace(write(tmp_path / "t.json", {"deviceProperties": gpus, "traceEvents": events}))
+    assert set(table["name"]) == {"? x"} and table.attrs["device"] == "? GPU"
+    to_chrome_trace(table, tmp_path / "again.json")
+    assert len(load_trace(tmp_path / "again.json")) == 15
+
+
+def test_copies_of_no_length_are_not_idle(tmp_path):
+    events = [device("gpu_memcpy", "Memcpy DtoD", 5, 0, i) for i in range(4)]
+    (burst,) = find_copy_bursts(load_trace(write(tmp_path / "t.json", events))).itertuples()
+    assert (burst.n_copies, burst.span_us, burst.idle_share) == (4, 0.0, 0.0)
+
+
+def test_tables_put_together(tmp_path):
+    table = load_trace(write(tmp_path / "t.json", copies_of_one_stream()))
+    other = table.assign(track=table["track"].cat.rename_categories(str.upper), correlation=-1)
+    with pytest.raises(ValueError, match="trace: expected an index without duplicates"):
+        find_copy_bursts(pd.concat([table, other]))
+    bursts = find_copy_bursts(pd.concat([table, other], ignore_index=True))
+    assert bursts["track"].tolist() == ["STREAM 7", "stream 7"] and bursts["n_copies"].tolist() == [5, 5]
 
 
 def test_arguments_are_checked(tmp_path):
