@@ -141,8 +141,8 @@ def load_trace(path: str | os.PathLike) -> pd.DataFrame:
     """Read a profiler trace into the table described at the top of this module.
 
     Complete events (`ph` "X") are read; flow, instant, counter and metadata events are no spans. One that
-    cannot be placed (no, a negative or a non-finite duration, no stream, a category not in CATEGORIES) is
-    left out, and `attrs["left_out"]` says how many.
+    cannot be placed (no, a negative or a non-finite duration, no stream, a time weeks away from the others, a
+    category not in CATEGORIES) is left out, and `attrs["left_out"]` says how many.
 
     JSON is decoded in blocks of 256 KiB, so memory goes with the table rather than the text: a file of 1 GB
     grows the process by 1.4 times the file's size at the peak (benchmarks/trace_loading.py --gigabytes 1).
