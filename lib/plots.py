@@ -126,7 +126,11 @@ def timeline(
         height_ratios=[len(tables) for tables in strategies.values()],
         layout="constrained",
     )
-    end = until_us or max(float((table.start_us + table.dur_us).max()) for _, _, table in lanes if len(table))
+    end = (
+        until_us
+        or max(float((table.start_us + table.dur_us).max()) for _, _, table in lanes if len(table))
+        or 1.0
+    )
     kinds: dict[str, None] = {}
     for ax, (name, tables) in zip(axes[:, 0], strategies.items()):
         for row, (label, table) in enumerate(tables.items()):
