@@ -17,7 +17,8 @@ from lib.eagle import (
 from lib.eagle.fields import PRESETS
 from lib.eagle.graph import GraphBackend
 from lib.eagle.model import DraftModel, DraftOutput
-from lib.strategies import ANY_SOURCES, STRATEGIES
+from lib.strategies import ANY_SOURCES
+from tests.skipping import Skip
 
 TINY = EagleConfig.tiny()
 RUNNERS = {
@@ -182,19 +183,6 @@ def test_outputs_are_bitwise_equal_for_every_strategy(table, layout, topk):
         batch = RUNNERS[table][1].random(config, bs, seed=seed)
         expected, *others = [runner.replay(batch) for runner in runners.values()]
         assert all(same(expected, other) for other in others), (bs, seed)
-
-
-class Skip:
-    """A strategy that leaves one field out."""
-
-    large_outside = False
-
-    def __init__(self, field: str):
-        self.field = field
-
-    def __call__(self, dsts, srcs, names):
-        kept = [i for i, name in enumerate(names) if name != self.field]
-        STRATEGIES["grouped_foreach_dma"]([dsts[i] for i in kept], [srcs[i] for i in kept])
 
 
 @both_runners

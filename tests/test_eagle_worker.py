@@ -15,6 +15,7 @@ from lib.eagle import EagleConfig
 from lib.eagle.model import DraftModel, TargetModel, load_prompts, load_trained
 from lib.eagle.worker import EagleWorker, PoolExhausted, SlotPool, greedy_decode
 from lib.strategies import ANY_SOURCES, STRATEGIES
+from tests.skipping import Skip
 
 NEW_TOKENS = 24
 # Two ways of summing the same float32 logits differ by less than this; a token whose logit leads by less may
@@ -154,19 +155,6 @@ def test_acceptance_lengths_of_the_committed_weights():
     assert budget == {1: 4, 2: 11, 4: 16}
     assert 3.0 <= mean[4] <= 3.8 and mean[1] >= 2.3 and mean[4] - mean[1] >= 0.3
     assert mean == pytest.approx(PINNED_ACCEPTANCE, abs=0.15)
-
-
-class Skip:
-    """A strategy that leaves one field's copy out."""
-
-    large_outside = False
-
-    def __init__(self, field: str):
-        self.field = field
-
-    def __call__(self, dsts, srcs, names):
-        kept = [i for i, name in enumerate(names) if name != self.field]
-        STRATEGIES["grouped_foreach_dma"]([dsts[i] for i in kept], [srcs[i] for i in kept])
 
 
 def test_a_skipped_copy_lowers_acceptance_and_never_changes_the_text():
