@@ -1,10 +1,17 @@
-"""The code behind the notebooks: copies into static buffers, their launches and their evidence."""
+"""The code behind the notebooks: copies into static buffers as data, their launches and their evidence."""
 
 import os
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's progress messages would fill notebooks
 
-from lib.grouped_copy import CopyPlan, grouped_foreach_copy_
-from lib.strategies import STRATEGIES
+from lib.copies import (
+    Call,
+    CopyPlan,
+    ReplayCopies,
+    StaticInput,
+    grouped,
+    grouped_foreach_copy_,
+    run,
+)
 
-__all__ = ["STRATEGIES", "CopyPlan", "grouped_foreach_copy_"]
+__all__ = ["Call", "CopyPlan", "ReplayCopies", "StaticInput", "grouped", "grouped_foreach_copy_", "run"]

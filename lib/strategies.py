@@ -1,352 +1,165 @@
-"""The named ways to fill static buffers from a step's inputs, in the order in which the notebooks tell them.
+"""The named ways to fill static buffers, in the order in which the notebooks tell them.
 
-A strategy is called with destinations and sources and performs the copies; its `launches` says what CUDA
-would be asked to do for them, on any device. Both check their input first (`grouped_copy.check_pairs`), so an
-error leaves every destination as it was. A strategy with a `plan` method works things out once for a batch
-size. Of `STRATEGIES`, those in `ANY_SOURCES` take any sources; those in `BEYOND` ask something of the engine.
+A strategy is a function from a step to the calls that serve it: a new one is a function and a line in
+`STRATEGIES`. ROUTES are those whose calls a `CopyPlan` or `ReplayCopies` can keep from step to step.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from itertools import accumulate
-from typing import ClassVar, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from lib.fused_copy import FusedPlan
-from lib.grouped_copy import (
-    DEFAULT_DMA_BYTES,
-    CopyPlan,
-    check_count,
-    check_pairs,
-    copy_groups,
-    group_pairs,
-    pair_names,
-    split_large,
-    unrecorded,
-)
-from lib.routes import Launch, copy_launch, foreach_launches, routed_launches
+from lib.checks import check_pairs
+from lib.copies import DEFAULT_DMA_BYTES, FUSED_DTYPES, Call, grouped, grouped_dma, place, same_dense_layout
+from lib.fused import MAX_PAIRS, FusedLaunch, describe
 
-Tensors = Sequence[Tensor]
-Names = Sequence[str] | None
-Routes = tuple[list[list[int]], list[int]]  # pairs for one foreach call each, and pairs for `copy_`
+Pair = tuple[Tensor, Tensor]
 
 
-class Strategy(Protocol):
-    """What the runners and notebooks ask of a way of copying.
+@dataclass
+class Step:
+    """What a replay needs in its buffers.
 
-    large_outside: the runner copies large fields (`hidden_states`) itself, each by its own `copy_`.
-
-    May have, and a runner uses where it is there: `plan(dsts, src_dtypes, names)`, a `CopyPlan` for a batch
-    size, or where `fixed_addresses` is true a `FixedPlan` for a captured size; then perhaps
-    `allocate(shapes, dtypes, device)`, which lays out the static buffers of that size.
+    small, large: (destination, source) by field; large is what SGLang leaves out of the group, hidden_states.
+    fills: (whole buffer, value), SGLang's way to pad. pads: (rows, constant), ours, to be copied along.
     """
 
-    name: str
-    large_outside: bool
+    small: dict[str, Pair] = field(default_factory=dict)
+    large: dict[str, Pair] = field(default_factory=dict)
+    fills: list[tuple[Tensor, float]] = field(default_factory=list)
+    pads: list[Pair] = field(default_factory=list)
 
-    def __call__(self, dsts: Tensors, srcs: Tensors, names: Names = None) -> None: ...
-
-    def launches(self, dsts: Tensors, srcs: Tensors, names: Names = None) -> list[Launch]: ...
-
-
-@dataclass(frozen=True)
-class RoutedCopy:
-    """A strategy that only has to decide which pairs share a foreach call and which go by `copy_`."""
-
-    name: str
-    route: Callable[[Tensors, Tensors], Routes]
-    large_outside: ClassVar[bool] = False
-
-    def __call__(self, dsts: Tensors, srcs: Tensors, names: Names = None) -> None:
+    @classmethod
+    def of(cls, dsts: Sequence[Tensor], srcs: Sequence[Tensor], names: Sequence[str] | None = None) -> Step:
+        """A step without padding; a pair from `DEFAULT_DMA_BYTES` on is large. Raises as `check_pairs`."""
         check_pairs(dsts, srcs, names)
-        copy_groups(dsts, srcs, *self.route(dsts, srcs))
+        step = cls()
+        names = [f"pair {i}" for i in range(len(dsts))] if names is None else names
+        for name, dst, src in zip(names, dsts, srcs):
+            kind = step.large if dst.nbytes >= DEFAULT_DMA_BYTES else step.small
+            kind[name] = (dst, src)
+        return step
 
-    def launches(self, dsts: Tensors, srcs: Tensors, names: Names = None) -> list[Launch]:
-        check_pairs(dsts, srcs, names)
-        return routed_launches(dsts, srcs, *self.route(dsts, srcs))
+    @property
+    def pairs(self) -> list[Pair]:
+        return [*self.small.values(), *self.large.values()]
 
 
-def per_copy(dsts: Tensors, srcs: Tensors) -> Routes:
-    """One `copy_()` a pair: SGLang before pull request 28465, and most engines today."""
-    return [], list(range(len(dsts)))
+def fills(step: Step) -> list[Call]:
+    return [Call("fill_", [dst], value=value) for dst, value in step.fills]
 
 
-def grouped_foreach(dsts: Tensors, srcs: Tensors) -> Routes:
+def copies(pairs: Iterable[Pair]) -> list[Call]:
+    return [Call("copy_", [dst], [src]) for dst, src in pairs]
+
+
+def per_copy(step: Step) -> list[Call]:
+    """One `copy_()` a field: SGLang before pull request 28465, and most engines today."""
+    return fills(step) + copies(step.pairs)
+
+
+def uint8_view(step: Step) -> list[Call]:
+    """All small fields viewed as bytes, one foreach call for all: the first attempt of the pull request.
+
+    Raises, with the field's name and before anything is written: RuntimeError where PyTorch cannot view a
+    tensor as bytes (a last stride other than 1, a 0-dim tensor), ValueError for a pair that converts.
+    """
+    dsts, srcs = [], []
+    for name, (dst, src) in step.small.items():
+        if dst.dtype != src.dtype:
+            raise ValueError(f"{name}: bytes cannot convert, expected {dst.dtype}, got {src.dtype}")
+        try:
+            dsts.append(dst.view(torch.uint8))
+            srcs.append(src.view(torch.uint8))
+        except RuntimeError as error:
+            raise RuntimeError(f"{name}: {error}") from error
+    one = [Call("foreach", dsts, srcs)] if dsts else []
+    return fills(step) + one + copies(step.large.values())
+
+
+def grouped_foreach(step: Step) -> list[Call]:
     """One `_foreach_copy_` per dtype pair, every field inside, `hidden_states` too."""
-    return group_pairs(dsts, srcs)
+    return fills(step) + grouped(step.pairs)
 
 
-def grouped_foreach_dma(dsts: Tensors, srcs: Tensors, dma_bytes: int = DEFAULT_DMA_BYTES) -> Routes:
-    """Small pairs grouped, the rest by `copy_`: the design of pull request 28465 (`split_large`)."""
-    return split_large(dsts, srcs, *group_pairs(dsts, srcs), dma_bytes)
+def grouped_foreach_dma(step: Step, dma_bytes: int = DEFAULT_DMA_BYTES) -> list[Call]:
+    """Small fields grouped, the rest by `copy_`: the design of pull request 28465."""
+    return fills(step) + grouped(step.small.values(), dma_bytes) + copies(step.large.values())
 
 
-def with_dma_bytes(dma_bytes: int) -> RoutedCopy:
-    """`grouped_foreach_dma` with another size, in bytes, from which a pair goes by driver memcpy."""
-    return RoutedCopy("grouped_foreach_dma", partial(grouped_foreach_dma, dma_bytes=dma_bytes))
-
+def small_copy(step: Step) -> list[Call]:
+    """SGLang since 0.5.21: one Triton kernel for all small fields where it takes them, else groups."""
+    pairs = list(step.small.values())
+    if takes_small_copy(pairs):
+        first = [fused_call(pairs)]
+    else:
+        first = grouped(pairs)
+    return fills(step) + first + copies(step.large.values())
 
-@dataclass(frozen=True)
-class Uint8View:
-    """Every pair viewed as bytes, one foreach call for all: the first attempt of the pull request.
-
-    As with every strategy, autograd does not record the copy.
-
-    Raises:
-        RuntimeError: PyTorch's own, with the pair named, where a tensor cannot be viewed as bytes: the last
-            stride is not 1, a 0-dim tensor, a conjugate view.
-        ValueError: for a pair that converts, whose byte counts differ.
-    """
-
-    name: ClassVar[str] = "uint8_view"
-    large_outside: ClassVar[bool] = True
-
-    def __call__(self, dsts: Tensors, srcs: Tensors, names: Names = None) -> None:
-        byte_dsts, byte_srcs = self._views(dsts, srcs, names)
-        if byte_dsts:
-            with unrecorded():
-                torch._foreach_copy_(byte_dsts, byte_srcs)
 
-    def launches(self, dsts: Tensors, srcs: Tensors, names: Names = None) -> list[Launch]:
-        byte_dsts, byte_srcs = self._views(dsts, srcs, names)
-        return foreach_launches(byte_dsts, byte_srcs) if byte_dsts else []
+def copy_plan(step: Step) -> list[Call]:
+    """The same with padding in the groups, as a `CopyPlan` keeps it."""
+    return grouped_dma(step.pairs + step.pads)
 
-    def _views(self, dsts: Tensors, srcs: Tensors, names: Names) -> tuple[list[Tensor], list[Tensor]]:
-        check_pairs(dsts, srcs, names)
-        names = _refuse_conversion("bytes", dsts, [src.dtype for src in srcs], names)
-        byte_dsts = [_as_bytes(name, dst) for name, dst in zip(names, dsts)]
-        return byte_dsts, [_as_bytes(name, src) for name, src in zip(names, srcs)]
-
-
-def _as_bytes(name: str, t: Tensor) -> Tensor:
-    try:
-        return t.view(torch.uint8)
-    except RuntimeError as error:
-        raise RuntimeError(f"{name}: {error}") from error
 
+def fused(step: Step) -> list[Call]:
+    """One Triton kernel for small fields of any dtypes and layouts, and their padding (lib/fused.py)."""
+    return fused_pairs(step.pairs + step.pads)
 
-@dataclass(frozen=True)
-class PlannedCopy:
-    """A strategy whose work is done by a plan; called as a function it builds one and runs it once."""
 
-    name: str
-    plan: type[CopyPlan]
-    large_outside: ClassVar[bool] = False
-    fixed_addresses: ClassVar[bool] = False
-
-    def __call__(self, dsts: Tensors, srcs: Tensors, names: Names = None) -> None:
-        self.plan(dsts, [src.dtype for src in srcs], names)(srcs)
-
-    def launches(self, dsts: Tensors, srcs: Tensors, names: Names = None) -> list[Launch]:
-        return self.plan(dsts, [src.dtype for src in srcs], names).launches(srcs)
-
-
-class FixedPlan:
-    """What is left to do before a replay when the producer writes to fixed addresses; for one captured size.
-
-    dsts: the static buffers, padding included. outputs: where the producer has to write, padding included.
-    move: (destination, source) of the one copy before the replay, if any. record: makes the copies that
-    belong into the graph, if any; to be called while it is captured.
-    """
-
-    def __init__(
-        self,
-        dsts: Tensors,
-        outputs: Tensors,
-        names: Names,
-        move: tuple[Tensor, Tensor] | None = None,
-        record: Callable[[], None] | None = None,
-    ) -> None:
-        check_pairs(dsts, outputs, names)
-        self.dsts, self.outputs, self.move, self.record = list(dsts), list(outputs), move, record
-        self._names = pair_names(dsts, names)
-        self._places = [_place(output) for output in outputs]
-
-    def __call__(self, srcs: Tensors, check: bool = True, constants: bool = True) -> None:
-        """Do what is left to do; `constants` changes nothing, padding being the producer's.
-
-        Raises ValueError as `check`.
-        """
-        if check:
-            self.check(srcs)
-        if self.move is not None:
-            self.move[0].copy_(self.move[1])
-
-    def check(self, srcs: Tensors) -> None:
-        """Raise ValueError for sources that are not `outputs` or their first rows, e.g. temporaries.
-
-        A captured copy would read the address it was captured with, whatever lies there now.
-        """
-        check_count(self.outputs, "source", srcs)
-        for name, src, output, planned in zip(self._names, srcs, self.outputs, self._places):
-            if (place := _place(src)) != planned or src.shape[:1] > output.shape[:1]:
-                raise ValueError(
-                    f"{name}: expected at {planned[0]:#x}, at most {tuple(output.shape)} {planned[1:]}, "
-                    f"as planned, got {place[0]:#x} {place[1:]}"
-                )
-
-    def launches(self, srcs: Tensors | None = None, constants: bool = True) -> list[Launch]:
-        """What CUDA would be asked to do before the replay. Raises ValueError as `check`, given `srcs`."""
-        if srcs is not None:
-            self.check(srcs)
-        launch = None if self.move is None else copy_launch(*self.move)
-        if launch is None:
-            return []
-        return [replace(launch, n_copies=len(self.dsts), reason="from one arena to the other")]
-
-
-def _place(t: Tensor) -> tuple:
-    """Address, and what else a place has to agree in but the number of rows."""
-    if t.layout != torch.strided or t.is_nested:
-        return 0, str(t.layout)
-    stride = t.stride() if t.numel() else None
-    return t.data_ptr(), stride, t.shape[1:], t.dtype, t.is_conj(), t.is_neg()
-
-
-ALIGNMENT = 16  # bytes, of each field of an arena: the widest access of a thread
-
-
-def arena(shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], device="cpu") -> list[Tensor]:
-    """Uninitialised tensors in one allocation, each aligned, which costs at most 15 bytes a field.
-
-    A copy from one arena to another is of all bytes, so nothing else may be kept in the gaps between fields.
-    """
-    check_count(shapes, "dtype", dtypes)
-    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes)]
-    starts = _arena_starts(sizes)
-    memory = torch.empty(max(map(sum, zip(starts, sizes)), default=0), dtype=torch.uint8, device=device)
-    fields = zip(starts, sizes, shapes, dtypes)
-    return [memory[start : start + n].view(dtype).view(tuple(shape)) for start, n, shape, dtype in fields]
+def fused_pairs(pairs: Iterable[Pair]) -> list[Call]:
+    """One kernel for up to 32 pairs; `copy_` for what it does not take and for large ones that need no kernel."""
+    taken, left = [], []
+    for dst, src in {place(dst): (dst, src) for dst, src in pairs if dst.numel()}.values():
+        memcpy = dst.nbytes >= DEFAULT_DMA_BYTES and dst.dtype == src.dtype and same_dense_layout(dst, src)
+        fits = not memcpy and describe(dst, src) is not None
+        (taken if fits else left).append((dst, src))
+    chunks = [taken[i : i + MAX_PAIRS] for i in range(0, len(taken), MAX_PAIRS)]
+    return [fused_call(chunk) for chunk in chunks] + copies(left)
 
-
-def _arena_starts(sizes: Sequence[int]) -> list[int]:
-    return [0, *accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)][: len(sizes)]
-
-
-def _arena_bytes(tensors: Tensors, names: Names) -> Tensor:
-    """All bytes from the first tensor to the end of the last. Raises ValueError where they are no arena."""
-    names = pair_names(tensors, names)
-    storage, first = tensors[0].untyped_storage(), tensors[0].storage_offset() * tensors[0].element_size()
-    starts = _arena_starts([t.nbytes for t in tensors])
-    for name, t, start in zip(names, tensors, starts):
-        if not t.is_contiguous() or t.is_conj() or t.is_neg():
-            raise ValueError(f"{name}: expected contiguous in an arena, got strides {t.stride()}")
-        if t.untyped_storage().data_ptr() != storage.data_ptr():
-            raise ValueError(f"{name}: expected in one allocation with {names[0]}, as `arena` makes it")
-        if t.numel() and t.storage_offset() * t.element_size() != first + start:
-            got = t.storage_offset() * t.element_size() - first
-            raise ValueError(f"{name}: expected {start} bytes after {names[0]}, as in an `arena`, got {got}")
-    memory = torch.empty(0, dtype=torch.uint8, device=tensors[0].device)
-    return memory.set_(storage, first, (starts[-1] + tensors[-1].nbytes,))
-
-
-@dataclass(frozen=True)
-class Arena:
-    """Destinations and sources each in one `arena`, laid out alike: one memcpy, whatever the dtypes.
-
-    The uint8 idea, made to work by laying memory out for it. The producer has to write into `plan.outputs`,
-    padding included. Raises ValueError for tensors that lie otherwise and for a pair that converts.
-    """
-
-    name: ClassVar[str] = "arena"
-    large_outside: ClassVar[bool] = False
-    fixed_addresses: ClassVar[bool] = True
-    allocate = staticmethod(arena)
-
-    def __call__(self, dsts: Tensors, srcs: Tensors, names: Names = None) -> None:
-        for dst, src in self._spans(dsts, srcs, names):
-            dst.copy_(src)
-
-    def launches(self, dsts: Tensors, srcs: Tensors, names: Names = None) -> list[Launch]:
-        spans = self._spans(dsts, srcs, names)
-        return FixedPlan(dsts, srcs, names, *spans).launches()
-
-    def plan(self, dsts: Tensors, src_dtypes: Sequence[torch.dtype], names: Names = None) -> FixedPlan:
-        outputs = arena([dst.shape for dst in dsts], src_dtypes, dsts[0].device if dsts else "cpu")
-        return FixedPlan(dsts, outputs, names, *self._spans(dsts, outputs, names))
-
-    def _spans(self, dsts: Tensors, srcs: Tensors, names: Names) -> list[tuple[Tensor, Tensor]]:
-        check_pairs(dsts, srcs, names)
-        _refuse_conversion(self.name, dsts, [src.dtype for src in srcs], names)
-        return [(_arena_bytes(dsts, names), _arena_bytes(srcs, names))] if dsts else []
-
-
-@dataclass(frozen=True)
-class InGraph:
-    """The copies are part of the captured graph: nodes of it, and no launch of their own.
-
-    The sources have to stay where they were at capture, for as long as the graph lives. As a function it
-    makes the copies that the graph would; a runner captures `plan.record`.
-    """
-
-    name: ClassVar[str] = "in_graph"
-    large_outside: ClassVar[bool] = False
-    fixed_addresses: ClassVar[bool] = True
-
-    def __call__(self, dsts: Tensors, srcs: Tensors, names: Names = None) -> None:
-        CopyPlan(dsts, [src.dtype for src in srcs], names)(srcs)
-
-    def launches(self, dsts: Tensors, srcs: Tensors, names: Names = None) -> list[Launch]:
-        check_pairs(dsts, srcs, names)
-        return []
-
-    def plan(self, dsts: Tensors, src_dtypes: Sequence[torch.dtype], names: Names = None) -> FixedPlan:
-        copies = CopyPlan(dsts, src_dtypes, names)
-        outputs = [torch.empty_like(dst, dtype=dtype) for dst, dtype in zip(dsts, src_dtypes)]
-        return FixedPlan(dsts, outputs, names, record=partial(copies, outputs))
-
-
-@dataclass(frozen=True)
-class NoCopy:
-    """The producer writes into the static buffers. Raises ValueError for a source elsewhere."""
-
-    name: ClassVar[str] = "no_copy"
-    large_outside: ClassVar[bool] = False
-    fixed_addresses: ClassVar[bool] = True
-
-    def __call__(self, dsts: Tensors, srcs: Tensors, names: Names = None) -> None:
-        check_pairs(dsts, srcs, names)
-        self.plan(dsts, [src.dtype for src in srcs], names).check(srcs)
-
-    def launches(self, dsts: Tensors, srcs: Tensors, names: Names = None) -> list[Launch]:
-        self(dsts, srcs, names)
-        return []
-
-    def plan(self, dsts: Tensors, src_dtypes: Sequence[torch.dtype], names: Names = None) -> FixedPlan:
-        _refuse_conversion(self.name, dsts, src_dtypes, names)
-        return FixedPlan(dsts, dsts, names)
-
-
-def _refuse_conversion(who: str, dsts: Tensors, src_dtypes: Sequence[torch.dtype], names: Names) -> list[str]:
-    """The pairs' names. Raises ValueError for a pair that converts."""
-    check_count(dsts, "dtype", src_dtypes)
-    names = pair_names(dsts, names)
-    for name, dst, dtype in zip(names, dsts, src_dtypes):
-        if dst.dtype != dtype:
-            raise ValueError(f"{name}: {who} cannot convert, expected {dst.dtype}, got {dtype}")
-    return names
-
-
-ANY_SOURCES: dict[str, Strategy] = {
-    "per_copy": RoutedCopy("per_copy", per_copy),
-    "uint8_view": Uint8View(),
-    "grouped_foreach": RoutedCopy("grouped_foreach", grouped_foreach),
-    "grouped_foreach_dma": with_dma_bytes(DEFAULT_DMA_BYTES),
-    "copy_plan": PlannedCopy("copy_plan", CopyPlan),
+
+def fused_call(pairs: Sequence[Pair]) -> Call:
+    dsts, srcs = zip(*pairs)
+    return Call("fused", dsts, srcs, kept=FusedLaunch(dsts, srcs))
+
+
+# What SGLang 0.5.23's `try_small_copy` takes (kernels/ops/memory/small_copy.py).
+SMALL_COPY_DTYPES = FUSED_DTYPES - {torch.complex64, torch.complex128}
+SMALL_COPY_CONVERTS = {torch.int32, torch.int64}
+SMALL_COPY_ELEMENTS = 8192
+
+
+def takes_small_copy(pairs: Sequence[Pair]) -> bool:
+    """Whether SGLang's kernel takes all of these pairs: it is all or none. Overlap is left to `check_pairs`."""
+    return len(pairs) > 1 and all(takes_small_pair(dst, src, pairs[0][0].device) for dst, src in pairs)
+
+
+def takes_small_pair(dst: Tensor, src: Tensor, device: torch.device) -> bool:
+    """Equal dtypes or int32 <-> int64, one or two dimensions, rows of the destination one after the other."""
+    dtypes = {dst.dtype, src.dtype}
+    if not dtypes <= SMALL_COPY_DTYPES or not (len(dtypes) == 1 or dtypes <= SMALL_COPY_CONVERTS):
+        return False
+    if dst.device != device or src.device != device or dst.shape != src.shape:
+        return False
+    if dst.dim() not in (1, 2) or dst.numel() > SMALL_COPY_ELEMENTS:
+        return False
+    if dst.is_neg() or src.is_neg() or dst.requires_grad or src.requires_grad:
+        return False
+    inner = dst.stride(-1)
+    return inner > 0 and (dst.dim() == 1 or dst.stride(0) >= max(dst.shape[-1], 1) * inner)
+
+
+ROUTES: dict[str, Callable[[Iterable[Pair]], list[Call]]] = {"copy_plan": grouped_dma, "fused": fused_pairs}
+
+STRATEGIES: dict[str, Callable[[Step], list[Call]]] = {
+    "per_copy": per_copy,
+    "uint8_view": uint8_view,
+    "grouped_foreach": grouped_foreach,
+    "grouped_foreach_dma": grouped_foreach_dma,
+    "small_copy": small_copy,
+    "copy_plan": copy_plan,
+    "fused": fused,
 }
-
-# They ask for Triton, and for a producer that writes to a matching arena, to fixed addresses, in place.
-BEYOND: dict[str, Strategy] = {
-    "fused_kernel": PlannedCopy("fused_kernel", FusedPlan),
-    "arena": Arena(),
-    "in_graph": InGraph(),
-    "no_copy": NoCopy(),
-}
-
-STRATEGIES = ANY_SOURCES | BEYOND

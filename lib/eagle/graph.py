@@ -11,9 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-Compute = Callable[
-    [], NamedTuple
-]  # no arguments: it closes over static buffers; returns a NamedTuple of tensors
+Compute = Callable[[], NamedTuple]  # closes over its static inputs; returns a NamedTuple of tensors
 
 
 class CudaGraph:
@@ -23,8 +21,8 @@ class CudaGraph:
         # Two warm-ups on the stream of the capture let libraries allocate their workspaces outside of it.
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(2):
-                compute()
+            compute()
+            compute()
         torch.cuda.current_stream().wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, pool=pool, stream=stream):
@@ -41,11 +39,12 @@ class EagerGraph:
     def __init__(self, compute: Compute) -> None:
         self.compute = compute
         outputs = compute()
-        self.outputs = type(outputs)(*(t.clone() for t in outputs))
+        self.outputs = outputs._make(tensor.clone() for tensor in outputs)
 
     def replay(self) -> NamedTuple:
-        for static, fresh in zip(self.outputs, self.compute(), strict=True):
-            static.copy_(fresh)
+        fresh = self.compute()
+        for static, tensor in zip(self.outputs, fresh, strict=True):
+            static.copy_(tensor)
         return self.outputs
 
 
@@ -59,4 +58,6 @@ class GraphBackend:
             self.stream = torch.cuda.Stream(device)
 
     def capture(self, compute: Compute) -> CudaGraph | EagerGraph:
-        return CudaGraph(compute, self.pool, self.stream) if self.cuda else EagerGraph(compute)
+        if self.cuda:
+            return CudaGraph(compute, self.pool, self.stream)
+        return EagerGraph(compute)

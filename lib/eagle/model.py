@@ -3,75 +3,98 @@
 The head is EAGLE's: `fc(concat(embed(token), hidden))`, one decoder layer, then the target's own LM head;
 embedding and LM head are the target's. Position p of the head combines token p+1 with the feature (the last
 hidden state) of position p and predicts the feature of p+1, hence the token p+2.
+
+In shapes: B rows of T tokens, H hidden size, V vocabulary; bs requests, k top-k, s steps, w draft tokens.
 """
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+import safetensors.torch
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.types import Device
 
 from lib.eagle.fields import EagleConfig, first_level
 
-TRAINED = Path(__file__).resolve().parents[2] / "data" / "models"
+TRAINED = Path(__file__).parents[2] / "data/models"
 
 
 class Attention(Protocol):
-    """How layers reach keys and values: (layer, q, k, v), all (B, T, heads, head_dim), to mixed values."""
+    """How a layer reaches keys and values: (layer, q, k, v), all (B, heads, T, head_dim), to mixed values."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
 
 
 def causal_attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Every row sees itself and the rows before it; nothing is cached. For training and as a reference."""
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-class KVPool:
-    """Keys and values by slot, (layers, slots, heads, head_dim). Slot 0 takes the writes of padding."""
-
-    def __init__(self, config: EagleConfig, layers: int, device: str | torch.device) -> None:
-        shape = (layers, config.kv_slots, config.num_heads, config.head_dim)
-        self.k = torch.zeros(shape, dtype=config.dtype, device=device)
-        self.v = torch.zeros_like(self.k)
+def kv_pool(config: EagleConfig, layers: int, device: Device) -> Tensor:
+    """Keys, then values, of every slot: (layers, slots, 2 * H). Slot 0 takes the writes of padding."""
+    width = 2 * config.hidden_size
+    return torch.zeros(layers, config.kv_slots, width, dtype=config.dtype, device=device)
 
 
+@dataclass
 class PoolAttention:
     """Writes the new rows' keys and values into `pool`, then attends over `read_slots`.
 
-    write_slots (B, T), read_slots (B, C) int64; mask (B, T, C) bool, true where a row sees a column. A column
-    that no row may see must still name a slot of the request itself: a masked weight of 0 times a NaN is a
-    NaN, and slot 0 holds whatever padding left there.
+    A column that no row may see must still name a slot of the request itself: a masked weight of 0 times a
+    NaN is a NaN, and slot 0 holds whatever padding left there.
     """
 
-    def __init__(self, pool: KVPool, write_slots: Tensor, read_slots: Tensor, mask: Tensor) -> None:
-        self.pool, self.mask = pool, mask.unsqueeze(1)
-        self.write_slots, self.read_slots = write_slots.reshape(-1), read_slots
+    pool: Tensor
+    write_slots: Tensor  # (B, T) int64
+    read_slots: Tensor  # (B, C) int64
+    mask: Tensor  # (B, T, C) bool, true where a row sees a column
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        keys, values = self.pool.k[layer], self.pool.v[layer]
-        keys[self.write_slots] = k.flatten(0, 1)
-        values[self.write_slots] = v.flatten(0, 1)
-        k, v = (F.embedding(self.read_slots, t.flatten(1)).unflatten(-1, t.shape[1:]) for t in (keys, values))
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask).transpose(1, 2)
+        slots = self.pool[layer]
+        written = torch.cat((k, v), dim=1)
+        slots[self.write_slots] = join_heads(written)
+        read = F.embedding(self.read_slots, slots)
+        k, v = split_heads(read, written.shape[1]).chunk(2, dim=1)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask[:, None])
 
 
-def prefix_slots(
-    req_to_token: Tensor, req_pool_indices: Tensor, lens: Tensor, columns: int
-) -> tuple[Tensor, Tensor]:
-    """Slots (B, columns) of each request's first tokens, and which columns hold one (lens, (B,)).
+def prefix_slots(table: Tensor, requests: Tensor, lens: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Slots (B, C) of each request's first tokens, from a table (requests, C); mask (B, rows, C) of its lens.
 
     Columns past the end repeat the first slot, so that masked columns read the request's own values.
     """
-    slots = req_to_token[req_pool_indices, :columns]
-    valid = torch.arange(columns, device=slots.device) < lens[:, None]
-    return torch.where(valid, slots, slots[:, :1]), valid
+    slots = table[requests]
+    columns = torch.arange(slots.shape[1], device=slots.device)
+    valid = columns < lens[:, None]
+    slots = torch.where(valid, slots, slots[:, :1])
+    return slots, valid[:, None].expand(-1, rows, -1)
+
+
+def split_heads(x: Tensor, heads: int) -> Tensor:
+    """(B, T, H) -> (B, heads, T, head_dim)."""
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def join_heads(x: Tensor) -> Tensor:
+    """(B, heads, T, head_dim) -> (B, T, H)."""
+    return x.transpose(1, 2).flatten(2)
+
+
+def rotate(x: Tensor, positions: Tensor) -> Tensor:
+    """Rotary embedding of x (B, heads, T, head_dim) at positions (B, T)."""
+    half = x.shape[-1] // 2
+    steps = torch.arange(half, device=x.device)
+    frequencies = 10000.0 ** (-steps / half)
+    signed = torch.cat((-frequencies, frequencies))  # the halves of a head turn against each other
+    angles = positions[:, None, :, None] * signed
+    swapped = x.roll(half, dims=-1)
+    return x * angles.cos().to(x.dtype) + swapped * angles.sin().to(x.dtype)
 
 
 class DecoderLayer(nn.Module):
@@ -79,30 +102,25 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: EagleConfig, index: int) -> None:
         super().__init__()
-        h, self.index, self.heads = config.hidden_size, index, config.num_heads
-        self.attn_norm, self.mlp_norm = nn.RMSNorm(h, eps=1e-5), nn.RMSNorm(h, eps=1e-5)
-        self.qkv, self.out = nn.Linear(h, 3 * h, bias=False), nn.Linear(h, h, bias=False)
-        self.gate_up = nn.Linear(h, 2 * config.intermediate_size, bias=False)
-        self.down = nn.Linear(config.intermediate_size, h, bias=False)
+        hidden = config.hidden_size
+        inner = config.intermediate_size
+        self.index = index
+        self.heads = config.num_heads
+        self.attn_norm = nn.RMSNorm(hidden, eps=1e-5)
+        self.qkv = nn.Linear(hidden, 3 * hidden, bias=False)
+        self.out = nn.Linear(hidden, hidden, bias=False)
+        self.mlp_norm = nn.RMSNorm(hidden, eps=1e-5)
+        self.gate_up = nn.Linear(hidden, 2 * inner, bias=False)
+        self.down = nn.Linear(inner, hidden, bias=False)
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
-        qkv = self.qkv(self.attn_norm(x)).unflatten(-1, (3, self.heads, -1))
-        q, k = rotate(qkv[:, :, :2], *rotary).unbind(2)
-        x = x + self.out(attention(self.index, q, k, qkv[:, :, 2]).flatten(2))
+    def forward(self, x: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+        qkv = split_heads(self.qkv(self.attn_norm(x)), 3 * self.heads)
+        qk, v = qkv.tensor_split((2 * self.heads,), dim=1)
+        q, k = rotate(qk, positions).chunk(2, dim=1)
+        mixed = attention(self.index, q, k, v)
+        x = x + self.out(join_heads(mixed))
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
         return x + self.down(F.silu(gate) * up)
-
-
-def rotary_tables(positions: Tensor, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin, (B, T, 1, 1, head_dim / 2), of positions (B, T)."""
-    freqs = 10000.0 ** (-torch.arange(0, head_dim, 2, device=positions.device) / head_dim)
-    angles = (positions[..., None] * freqs)[:, :, None, None]
-    return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
 class TargetModel(nn.Module):
@@ -110,40 +128,32 @@ class TargetModel(nn.Module):
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
-        self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_target_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=1e-5)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
-    def forward(self, input_ids: Tensor, positions: Tensor, attention: Attention) -> tuple[Tensor, Tensor]:
-        """input_ids, positions (B, T) -> logits (B, T, V), features (B, T, H)."""
+    def forward(self, input_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+        """input_ids, positions (B, T) -> features (B, T, H). `lm_head` makes logits of them."""
         x = self.embed(input_ids)
-        rotary = rotary_tables(positions, self.config.head_dim, x.dtype)
         for layer in self.layers:
-            x = layer(x, rotary, attention)
-        x = self.norm(x)
-        return self.lm_head(x), x
+            x = layer(x, positions, attention)
+        return self.norm(x)
 
 
 class EagleHead(nn.Module):
-    """The draft model. `embed` and `lm_head` are the target's, neither trained nor stored with it."""
+    """The draft model, between the target's embedding and the target's LM head."""
 
-    def __init__(self, config: EagleConfig, embed: nn.Embedding, lm_head: nn.Linear) -> None:
+    def __init__(self, config: EagleConfig) -> None:
         super().__init__()
-        self.config = config
-        self.shared = (embed, lm_head)  # a tuple keeps them out of the head's own parameters
-        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        hidden = config.hidden_size
+        self.fc = nn.Linear(2 * hidden, hidden, bias=False)
         self.layer = DecoderLayer(config, 0)
 
-    def forward(
-        self, input_ids: Tensor, hidden_states: Tensor, positions: Tensor, attention: Attention
-    ) -> tuple[Tensor, Tensor]:
-        """input_ids, positions (B, T), hidden_states (B, T, H) -> logits (B, T, V), features (B, T, H)."""
-        embed, lm_head = self.shared
-        x = self.fc(torch.cat((embed(input_ids), hidden_states), dim=-1))
-        x = self.layer(x, rotary_tables(positions, self.config.head_dim, x.dtype), attention)
-        return lm_head(x), x
+    def forward(self, embedded: Tensor, hidden: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+        """Embedded tokens and hidden (B, T, H), positions (B, T) -> features (B, T, H)."""
+        pair = torch.cat((embedded, hidden), dim=-1)
+        return self.layer(self.fc(pair), positions, attention)
 
 
 @dataclass
@@ -151,37 +161,42 @@ class DraftModel:
     """What both graphs compute with: the head, its KV pool, the table from request and position to slot."""
 
     config: EagleConfig
+    target: TargetModel  # for its embedding and LM head
     head: EagleHead
-    kv: KVPool
+    kv: Tensor  # (1, slots, 2 * H), see `kv_pool`
     req_to_token: Tensor  # (1 + max_batch_size, max_context_len) int64; row 0 belongs to padding
 
     @classmethod
-    def random(cls, config: EagleConfig, device: str | torch.device = "cpu", seed: int = 0) -> DraftModel:
+    def random(cls, config: EagleConfig, device: Device = "cpu", seed: int = 0) -> DraftModel:
         """Seeded random weights, every pool slot in use: a wrongly copied field changes the output.
 
         Raises ValueError where `kv_slots` does not hold every request at full length.
         """
-        c, g = config, torch.Generator(device).manual_seed(seed)
-        stride = c.max_context_len + c.topk * c.num_steps
-        if (needed := 1 + stride * c.max_batch_size) > c.kv_slots:
-            raise ValueError(f"kv_slots: expected at least {needed} for a random model, got {c.kv_slots}")
-        with torch.device("meta"):
-            embed = nn.Embedding(c.vocab_size, c.hidden_size)
-            lm_head = nn.Linear(c.hidden_size, c.vocab_size, bias=False)
-            head = EagleHead(c, embed, lm_head)
-        for module in (embed, lm_head, head):
-            for p in module.to(c.dtype).to_empty(device=device).requires_grad_(False).parameters():
-                if p.dim() == 2:
-                    p.normal_(std=p.shape[1] ** -0.5, generator=g)
+        # A request owns one stretch of slots: for its tokens, then for its draft branches.
+        context, requests = config.max_context_len, config.max_batch_size
+        stretch = context + config.topk * config.num_steps
+        needed = 1 + stretch * requests
+        if needed > config.kv_slots:
+            raise ValueError(
+                f"kv_slots: expected at least {needed} for a random model, got {config.kv_slots}"
+            )
+        slots = torch.arange(1, needed, device=device).view(requests, stretch)
+        req_to_token = F.pad(slots[:, :context], (0, 0, 1, 0))
+
+        generator = torch.Generator(device).manual_seed(seed)
+        with torch.device("meta"):  # no time for initial values that are thrown away
+            target = TargetModel(config)
+            head = EagleHead(config)
+        for module in (target.embed, target.lm_head, head):
+            module.to(config.dtype).to_empty(device=device).requires_grad_(False)
+            for weight in module.parameters():
+                if weight.dim() == 1:  # of a norm
+                    weight.fill_(1)
                 else:
-                    p.fill_(1)  # norms
-        kv = KVPool(c, layers=1, device=device)
-        kv.k[:, 1:].normal_(generator=g)
-        kv.v[:, 1:].normal_(generator=g)
-        req_to_token = torch.zeros(1 + c.max_batch_size, c.max_context_len, dtype=torch.int64, device=device)
-        starts = 1 + stride * torch.arange(c.max_batch_size, device=device)
-        req_to_token[1:] = starts[:, None] + torch.arange(c.max_context_len, device=device)
-        return cls(c, head, kv, req_to_token)
+                    weight.normal_(std=weight.shape[1] ** -0.5, generator=generator)
+        kv = kv_pool(config, layers=1, device=device)
+        kv[:, 1:].normal_(generator=generator)
+        return cls(config, target, head, kv, req_to_token)
 
 
 class DraftOutput(NamedTuple):
@@ -194,113 +209,114 @@ class DraftOutput(NamedTuple):
 
 
 @torch.no_grad()
-def draft_forward(
-    model: DraftModel, inputs: dict[str, Tensor], level_logits: list[Tensor] | None = None
-) -> DraftOutput:
+def draft_forward(model: DraftModel, inputs: dict[str, Tensor]) -> DraftOutput:
     """Grow the tree over s levels: the first is given, the head runs s - 1 times, k branches at a time.
 
     A branch sees the committed prefix and its true ancestors, wherever their lanes were (SGLang's lanes keep
-    their own history instead). `level_logits`, where given, receives each run's logits, (bs, k, V).
+    their own history instead).
     """
-    c, (bs, k) = model.config, inputs["topk_index"].shape
-    device = model.req_to_token.device
-    out_cache_loc = inputs["out_cache_loc"].view(bs, k, c.num_steps)
-    positions = inputs["positions"].view(bs, k)
-    slots, valid = prefix_slots(
-        model.req_to_token, inputs["req_pool_indices"], inputs["seq_lens"], c.max_context_len
-    )
-    valid = valid[:, None].expand(-1, k, -1)
-    lanes = torch.arange(k, device=device)
-
-    # Level 1: one lane for each candidate that draft-extend left.
+    config, device = model.config, model.kv.device
     tokens, scores = inputs["topk_index"], inputs["topk_p"]
-    hidden = inputs["hidden_states"][:, None].expand(-1, k, -1)
-    ancestors = lanes.expand(bs, k)[..., None]  # (bs, lanes, levels): the lane of each ancestor, itself last
-    score_list, token_list = [scores], [tokens]
-    parent_list = [torch.arange(-1, k, device=device).expand(bs, -1)]
-    for level in range(c.num_steps - 1):
-        seen = (ancestors[..., None, :] == lanes[:, None]).flatten(2)  # columns: lane-major, as out_cache_loc
-        attention = PoolAttention(
-            model.kv,
-            write_slots=out_cache_loc[:, :, level],
-            read_slots=torch.cat((slots, out_cache_loc[:, :, : level + 1].flatten(1)), dim=1),
-            mask=torch.cat((valid, seen), dim=2),
-        )
-        logits, hidden = model.head(tokens, hidden, positions + level, attention)
-        if level_logits is not None:
-            level_logits.append(logits)
-        probs, index = first_level(logits, k)
-        paths = (scores[..., None] * probs).flatten(1)  # k * k children
-        index = index.flatten(1)
-        score_list.append(paths)
-        token_list.append(index)
-        if level == c.num_steps - 2:
-            break
-        scores, best = paths.topk(k, dim=-1)
-        parent_list.append(best + k + level * k * k)
-        tokens, parent = index.gather(1, best), best // k
-        hidden = hidden.gather(1, parent[..., None].expand_as(hidden))
-        ancestors = ancestors.gather(1, parent[..., None].expand_as(ancestors))
-        ancestors = torch.cat((ancestors, lanes.expand(bs, k)[..., None]), dim=2)
+    bs, k = tokens.shape
+    positions = inputs["positions"].view(bs, k)
+    lane_slots = inputs["out_cache_loc"].view(bs, k, -1)
+    # What lanes read (bs, C) and which of it each sees (bs, k, C): the prefix, then level by level.
+    slots, seen = prefix_slots(model.req_to_token, inputs["req_pool_indices"], inputs["seq_lens"], k)
+    itself = torch.eye(k, dtype=torch.bool, device=device).expand(bs, k, k)
 
-    scores = torch.cat(score_list, dim=1)
+    lane_tokens, lane_scores = tokens, scores
+    hidden = inputs["hidden_states"][:, None].expand(-1, k, -1)
+    parents = torch.arange(-1, k, device=device).expand(bs, -1)
+    for level in range(config.num_steps - 1):
+        if level > 0:
+            # The k best of the k * k children take over the lanes; a child sees what its parent saw.
+            lane_scores, best = path_scores.topk(k)
+            lane_tokens = children.gather(1, best)
+            parents = torch.cat((parents, best + k + (level - 1) * k * k), dim=1)
+            lane = best[..., None] // k
+            hidden = hidden.take_along_dim(lane, dim=1)
+            seen = seen.take_along_dim(lane, dim=1)
+        write_slots = lane_slots[..., level]
+        slots = torch.cat((slots, write_slots), dim=1)
+        seen = torch.cat((seen, itself), dim=2)
+        attention = PoolAttention(model.kv, write_slots, slots, seen)
+        embedded = model.target.embed(lane_tokens)
+        hidden = model.head(embedded, hidden, positions + level, attention)
+        probabilities, children = first_level(model.target.lm_head(hidden), k)
+        children = children.flatten(1)
+        path_scores = (lane_scores[..., None] * probabilities).flatten(1)
+        tokens = torch.cat((tokens, children), dim=1)
+        scores = torch.cat((scores, path_scores), dim=1)
+
     # A stable sort: at equal scores the parent comes first, so that no chosen node lacks its parent.
-    chosen = scores.sort(dim=1, descending=True, stable=True).indices[:, : c.num_draft_tokens - 1]
-    chosen = chosen.sort(dim=1).values
-    return DraftOutput(
-        torch.cat(parent_list, dim=1), chosen, torch.cat(token_list, dim=1).gather(1, chosen), scores
-    )
+    ranked = scores.argsort(dim=1, descending=True, stable=True)
+    chosen = ranked[:, : config.num_draft_tokens - 1].sort().values
+    return DraftOutput(parents, chosen, tokens.gather(1, chosen), scores)
 
 
 class DraftExtendOutput(NamedTuple):
-    """One row for each input row; the worker picks row i * w + accepted - 1 of request i."""
+    """One row for each input row, or for each request where the graph itself picks it (`select_index`)."""
 
-    logits: Tensor  # (bs * w, V)
-    hidden_states: Tensor  # (bs * w, H)
-    topk_p: Tensor  # (bs * w, k) float32
-    topk_index: Tensor  # (bs * w, k)
+    logits: Tensor  # (rows, V)
+    hidden_states: Tensor  # (rows, H)
+    topk_p: Tensor  # (rows, k) float32
+    topk_index: Tensor  # (rows, k)
 
 
 @torch.no_grad()
 def draft_extend_forward(model: DraftModel, inputs: dict[str, Tensor]) -> DraftExtendOutput:
-    """The head over w rows a request; row r sees the prefix (seq_lens - extend_seq_lens) and rows 0 to r."""
-    c, bs = model.config, inputs["seq_lens"].shape[0]
-    rows = (bs, c.num_draft_tokens)
-    slots, valid = prefix_slots(
-        model.req_to_token, inputs["req_pool_indices"], inputs["seq_lens"], c.max_context_len
+    """The head over w rows a request; row r sees the prefix (seq_lens - extend_seq_lens) and rows 0 to r.
+
+    The next draft starts from row i * w + accepted - 1 of request i. With the input `select_index` (bs,), the
+    LM head computes these rows only, as in SGLang of October 2026; without it, all bs * w.
+    """
+    w, lens = model.config.num_draft_tokens, inputs["seq_lens"]
+    slots, _ = prefix_slots(model.req_to_token, inputs["req_pool_indices"], lens, w)
+    columns = torch.arange(slots.shape[1], device=slots.device)
+    prefix = lens - inputs["extend_seq_lens"]
+    last_seen = prefix[:, None] + columns[:w]
+    last_seen = last_seen.clamp(min=0)  # a request of padding is shorter than w; its rows see one column
+    mask = columns <= last_seen[..., None]
+    write_slots = inputs["out_cache_loc"].view(-1, w)
+    hidden = model.head(
+        model.target.embed(inputs["input_ids"].view(-1, w)),
+        inputs["hidden_states"].unflatten(0, (-1, w)),
+        inputs["positions"].view(-1, w),
+        PoolAttention(model.kv, write_slots, slots, mask),
     )
-    prefix = (inputs["seq_lens"] - inputs["extend_seq_lens"])[:, None]
-    last_seen = (prefix + torch.arange(c.num_draft_tokens, device=slots.device)).clamp(
-        min=0
-    )  # padding sees one
-    columns = torch.arange(c.max_context_len, device=slots.device)
-    mask = valid[:, None] & (columns <= last_seen[..., None])
-    logits, hidden = model.head(
-        inputs["input_ids"].view(rows),
-        inputs["hidden_states"].view(*rows, -1),
-        inputs["positions"].view(rows),
-        PoolAttention(model.kv, inputs["out_cache_loc"].view(rows), slots, mask),
-    )
-    logits = logits.flatten(0, 1)
-    return DraftExtendOutput(logits, hidden.flatten(0, 1), *first_level(logits, c.topk))
+    hidden = hidden.flatten(0, 1)
+    if "select_index" in inputs:
+        hidden = hidden[inputs["select_index"]]
+    logits = model.target.lm_head(hidden)
+    topk_p, topk_index = first_level(logits, model.config.topk)
+    return DraftExtendOutput(logits, hidden, topk_p, topk_index)
 
 
 def load_trained(
-    config: EagleConfig, device: str | torch.device = "cpu", directory: Path = TRAINED
+    config: EagleConfig, device: Device = "cpu", directory: Path = TRAINED
 ) -> tuple[TargetModel, EagleHead]:
-    """Target and head of data/models in the config's dtype. Raises RuntimeError where sizes do not fit."""
-    from safetensors.torch import load_file
+    """Target and head of data/models in the config's dtype.
 
-    weights = load_file(directory / "tiny.safetensors")
+    Raises ValueError where the weights are not those of the checksum beside them, RuntimeError where the
+    config's sizes are not theirs.
+    """
+    path = directory / "tiny.safetensors"
+    data = path.read_bytes()
+    expected, _ = path.with_suffix(".sha256").read_text(encoding="ascii").split()
+    found = hashlib.sha256(data).hexdigest()
+    if found != expected:
+        raise ValueError(
+            f"{path}: truncated or altered, expected SHA-256 {expected}, got {found} of {len(data)} bytes"
+        )
     target = TargetModel(config)
-    head = EagleHead(config, target.embed, target.lm_head)
-    for name, module in (("target.", target), ("head.", head)):
-        module.load_state_dict({n.removeprefix(name): t for n, t in weights.items() if n.startswith(name)})
-        module.to(device, config.dtype).requires_grad_(False).eval()
+    head = EagleHead(config)
+    models = nn.ModuleDict({"target": target, "head": head})
+    models.load_state_dict(safetensors.torch.load(data))
+    models.to(device, config.dtype).requires_grad_(False).eval()
     return target, head
 
 
-def load_prompts(directory: Path = TRAINED) -> list[list[int]]:
+def load_prompts() -> list[list[int]]:
     """The held-out prompts of data/models: starts of lines, cut at ragged lengths, as bytes."""
-    lines = (directory / "prompts.txt").read_text(encoding="ascii").splitlines()
-    return [list(f"\n{line}".encode("ascii")) for line in lines]
+    lines = (TRAINED / "prompts.txt").read_bytes().splitlines()
+    return [list(b"\n" + line) for line in lines]

@@ -7,19 +7,23 @@ them is their field table and the forward pass they capture.
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import replace
-from functools import cached_property
+from collections.abc import Callable
+from itertools import accumulate
+from operator import attrgetter
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lib.eagle.fields import Batch, EagleConfig, Field
+from lib.copies import Call, ReplayCopies, StaticInput, grouped_dma, run
+from lib.eagle.fields import Batch, DraftBatch, DraftExtendBatch, EagleConfig, Field
 from lib.eagle.graph import CudaGraph, EagerGraph, GraphBackend
 from lib.eagle.model import DraftExtendOutput, DraftModel, DraftOutput, draft_extend_forward, draft_forward
-from lib.grouped_copy import CopyPlan
-from lib.routes import Launch, copy_launch, fill_launch
-from lib.strategies import STRATEGIES, FixedPlan, Strategy
+from lib.launches import Launch, launches
+from lib.strategies import ROUTES, STRATEGIES, Step
+
+SIGNATURE = attrgetter("shape", "dtype", "device")
+ALIGNMENT = 16  # bytes, of each field in one allocation: the widest access of a thread
 
 
 class InputBuffers:
@@ -28,137 +32,164 @@ class InputBuffers:
     @torch.inference_mode(False)  # what is made in inference mode could not be written outside of it
     def __init__(self, config: EagleConfig, fields: tuple[Field, ...], device: torch.device) -> None:
         self.config, self.fields, self.device = config, fields, device
-        self.device_fields = [f for f in fields if not f.host]
-        self.tensors = {f.name: self._allocate(f) for f in fields}
+        self.names = [field.name for field in fields]
+        self.values = attrgetter(*self.names)
+        self.host_fields = [field for field in fields if field.host]
+        self.tensors = {field.name: self._full(field, config.max_batch_size) for field in fields}
+        self.expected: dict[tuple, list] = {}  # signatures, by batch size and the fields that come
 
-    def _allocate(self, field: Field) -> Tensor:
-        return torch.full(
-            self.config.shape(field, self.config.max_batch_size),
-            0 if field.pad is None else self.config.pad_value(field),
-            dtype=field.dtype or self.config.dtype,
-            device="cpu" if field.host else self.device,
-        )
+    def _full(self, field: Field, batch_size: int) -> Tensor:
+        dtype = field.dtype or self.config.dtype
+        shape, value = self.config.shape(field, batch_size), self.config.pad_value(field)
+        return torch.full(shape, value, dtype=dtype, device="cpu" if field.host else self.device)
 
     def rows(self, field: Field, batch_size: int) -> Tensor:
         """The rows of a field that belong to the first `batch_size` requests."""
-        return self.tensors[field.name][: self.config.shape(field, batch_size)[0]]
+        return self.tensors[field.name].narrow(field.dim, 0, self.config.rows(field, batch_size))
 
     def inputs(self, batch_size: int) -> dict[str, Tensor]:
         """What a graph captured for `batch_size` requests reads."""
-        return {f.name: self.rows(f, batch_size) for f in self.fields}
+        return {field.name: self.rows(field, batch_size) for field in self.fields}
 
-    def check(self, batch: Batch) -> None:
-        """Raises ValueError, naming the field, what was expected and what came."""
-        bs, c = batch.batch_size, self.config
-        if not 1 <= bs <= c.max_batch_size:
-            raise ValueError(f"batch size: expected 1 to {c.max_batch_size}, the largest captured, got {bs}")
-        for f in self.fields:
-            t = getattr(batch, f.name)
-            if t is None:
-                if f.required:
-                    raise ValueError(f"{f.name}: required field is missing")
-                continue
-            shape, dtype = c.shape(f, bs), f.source_dtype or f.dtype or c.dtype
-            device = self.tensors[f.name].device
-            if t.shape != shape or t.dtype is not dtype or t.device != device:
-                raise ValueError(
-                    f"{f.name}: expected {shape} {dtype} on {device} for {bs} requests, "
-                    f"got {tuple(t.shape)} {t.dtype} on {t.device}"
+    def static_inputs(self) -> dict[str, StaticInput]:
+        """The device fields for a `ReplayCopies`. Large ones need no padding: no real row depends on it."""
+        static = {}
+        for field in self.fields:
+            if not field.host:
+                pad = None if field.pad is None or field.large else self.config.pad_value(field)
+                buffer, rows = self.tensors[field.name], self.config.rows(field)
+                static[field.name] = StaticInput(
+                    buffer, rows, pad, field.required, field.fill_if_missing, field.dim
                 )
-        if (longest := int(batch.seq_lens_cpu.max())) > c.max_context_len:
-            raise ValueError(f"seq_lens_cpu: expected at most {c.max_context_len} tokens, got {longest}")
+        return static
 
-    def fills(self, batch: Batch, padded: bool) -> list[tuple[Tensor, int]]:
-        """(tensor, value) to fill before the copies: whole buffers for padding, rows of missing optionals."""
-        whole = [
-            (self.tensors[f.name], f) for f in self.fields if padded and f.pad is not None and not f.host
-        ]
-        missing = [
-            (self.rows(f, batch.batch_size), f)
-            for f in self.fields
-            if not padded and f.fill_if_missing and getattr(batch, f.name) is None
-        ]
-        return [(t, self.config.pad_value(f)) for t, f in whole + missing]
+    def given(self, batch: Batch) -> dict[str, Tensor]:
+        """The batch's tensors by name, compared with what the table expects.
 
-    def pairs(self, batch: Batch, large: bool | None = None) -> tuple[list[Tensor], list[Tensor], list[str]]:
-        """(dsts, srcs, names) of the batch's device fields; `large` picks the large or the small ones."""
-        bs = batch.batch_size
-        chosen = [
-            f
-            for f in self.fields
-            if not f.host and large in (None, f.large) and getattr(batch, f.name) is not None
-        ]
-        return (
-            [self.rows(f, bs) for f in chosen],
-            [getattr(batch, f.name) for f in chosen],
-            [f.name for f in chosen],
-        )
-
-    @cached_property
-    def pad_rows(self) -> dict[str, Tensor]:
-        """Rows of padding to copy from, made once, in the dtype of the field's sources to share their group.
-
-        Large fields need none: no real row depends on padding.
+        Raises ValueError, naming the field, what was expected and what came.
         """
-        return {
-            f.name: torch.full_like(self.tensors[f.name], self.config.pad_value(f), dtype=f.source_dtype)
-            for f in self.fields
-            if f.pad is not None and not f.host and not f.large
-        }
+        pairs = zip(self.names, self.values(batch))
+        given = {name: tensor for name, tensor in pairs if tensor is not None}
+        key = (batch.batch_size, *given)
+        if key not in self.expected:
+            self.expected[key] = self._signatures(batch.batch_size, given)
+        expected = self.expected[key]
+        if list(map(SIGNATURE, given.values())) != expected:
+            self._refuse(given, expected)
+        return given
 
-    def pads(self, batch: Batch, captured: int) -> list[tuple[Tensor, Tensor]]:
-        """(dst, src) of the rows of padding, and of missing optional fields that need their value."""
-        found = []
-        for f in self.fields:
-            missing, padded = getattr(batch, f.name) is None, captured > batch.batch_size
-            if f.name in self.pad_rows and (padded or (missing and f.fill_if_missing)):
-                rows = slice(0 if missing else self.config.shape(f, batch.batch_size)[0], None)
-                dst = self.rows(f, captured)[rows]
-                found.append((dst, self.pad_rows[f.name][: len(dst)]))
-        return found
+    def _signatures(self, batch_size: int, given: dict[str, Tensor]) -> list[tuple]:
+        signatures = []
+        for field in self.fields:
+            if field.name in given:
+                shape = torch.Size(self.config.shape(field, batch_size))
+                device = self.tensors[field.name].device
+                signatures.append((shape, self.config.source_dtype(field), device))
+            elif field.required:
+                raise ValueError(f"{field.name}: required field is missing")
+        return signatures
 
-    def copy_host_fields(self, batch: Batch, padded: bool) -> None:
-        for f in self.fields:
-            if f.host:
-                if padded:
-                    self.tensors[f.name].fill_(self.config.pad_value(f))
-                self.rows(f, batch.batch_size).copy_(getattr(batch, f.name))
+    def _refuse(self, given: dict[str, Tensor], expected: list[tuple]) -> None:
+        for (name, tensor), signature in zip(given.items(), expected):
+            if SIGNATURE(tensor) != signature:
+                what, got = ("{} {} on {}".format(*s) for s in (signature, SIGNATURE(tensor)))
+                raise ValueError(f"{name}: expected {what}, got {got}")
+
+    def step(self, given: dict[str, Tensor], batch_size: int, captured: int) -> Step:
+        """The step as SGLang lays it out: views cut anew, whole buffers filled where the batch is padded."""
+        step = Step()
+        for field in self.fields:
+            if field.host:
+                continue
+            missing = field.name not in given
+            rows = self.rows(field, batch_size)
+            if not missing:
+                side = step.large if field.large else step.small
+                side[field.name] = (rows, given[field.name])
+            if field.pad is not None and captured > batch_size:
+                step.fills.append((self.tensors[field.name], self.config.pad_value(field)))
+            elif missing and field.fill_if_missing:
+                step.fills.append((rows, self.config.pad_value(field)))
+        return step
+
+    def host_calls(self, batch: Batch, captured: int) -> list[Call]:
+        """What fills the buffers in host memory: no launches."""
+        calls = []
+        for field in self.host_fields:
+            source = getattr(batch, field.name)
+            if captured > batch.batch_size:
+                calls.append(Call("fill_", [self.tensors[field.name]], value=self.config.pad_value(field)))
+            if source is not None:
+                calls.append(Call("copy_", [self.rows(field, batch.batch_size)], [source]))
+        return calls
+
+
+class Producer(NamedTuple):
+    """Where the sources of one captured size lie for good, and what is left to do with them.
+
+    inputs: what the graph reads. outputs: where the producer writes. before: calls before a replay. inside:
+    calls in the graph.
+    """
+
+    inputs: dict[str, Tensor]
+    outputs: dict[str, Tensor]
+    before: list[Call]
+    inside: list[Call]
 
 
 class GraphRunner:
     """What both runners share. Subclasses name their field table and the forward pass to capture.
 
     Args:
-        config: sizes, capture batch sizes and layout.
-        strategy: a name in `STRATEGIES`, or a strategy object. Those that write from fixed
-            addresses take batches from `place` only.
-        device: where buffers, model and graphs live.
-        model: head, KV pool and request table. None builds one with seeded random weights at the first
-            capture, so that buffers, copies and launch counts of a large preset need no gigabytes.
+        strategy: a name in `STRATEGIES`, or such a function; may be set anew at any time.
+        model: head, KV pool and request table. None builds one with seeded random weights at the first capture,
+            so that buffers, copies and launch counts of a large preset need no gigabytes.
+        one_allocation: all inputs of a size in one block, copied from another by one memcpy, whatever the dtypes.
+        copy_in_graph: the copies are part of the captured graph, from fixed addresses.
+            Both take batches from `place` only.
     """
 
     table: ClassVar[str]
+    batch_class: ClassVar[type[Batch]]
 
     def __init__(
         self,
         config: EagleConfig,
-        strategy: str | Strategy = "grouped_foreach_dma",
+        strategy: str | Callable[[Step], list[Call]] = "grouped_foreach_dma",
         device: str | torch.device = "cpu",
         model: DraftModel | None = None,
+        one_allocation: bool = False,
+        copy_in_graph: bool = False,
     ) -> None:
+        if one_allocation and copy_in_graph:
+            raise ValueError("one_allocation: expected False with copy_in_graph, got both")
         self.config, self.model = config, model
-        if isinstance(strategy, str) and strategy not in STRATEGIES:
-            raise ValueError(f"strategy: expected one of {list(STRATEGIES)}, got {strategy!r}")
-        self.strategy = STRATEGIES[strategy] if isinstance(strategy, str) else strategy
         self.device = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0", as on tensors
         self.buffers = InputBuffers(config, config.table(self.table), self.device)
+        self.strategy = strategy
+        self.one_allocation, self.copy_in_graph = one_allocation, copy_in_graph
         self.graphs: dict[int, CudaGraph | EagerGraph] = {}
-        self.fixed = getattr(self.strategy, "fixed_addresses", False)
-        self.plans: dict[tuple, CopyPlan] = {}  # by batch size and the fields that come
-        self.fixed_plans: dict[int, FixedPlan] = {}  # by captured batch size
-        # The padding of the plan that ran last is clean: only its own rows were written since. Another plan
-        # and a graph for another size share the buffers; whoever else writes to them sets this to None.
-        self.last_plan: CopyPlan | FixedPlan | None = None
+        self.producers: dict[int, Producer] = {}
+        self.placed_batch: Batch | None = None
+
+    @property
+    def strategy(self) -> str | Callable[[Step], list[Call]]:
+        return self._strategy
+
+    @strategy.setter
+    def strategy(self, strategy: str | Callable[[Step], list[Call]]) -> None:
+        if not callable(strategy) and strategy not in STRATEGIES:
+            raise ValueError(f"strategy: expected one of {list(STRATEGIES)}, got {strategy!r}")
+        self._strategy = strategy
+        self.step_calls = strategy if callable(strategy) else STRATEGIES[strategy]
+        self.kept = None
+        if strategy in ROUTES:
+            self.kept = ReplayCopies(self.buffers.static_inputs(), route=ROUTES[strategy])
+
+    @property
+    def placed(self) -> bool:
+        """Whether batches have to come from `place`."""
+        return self.one_allocation or self.copy_in_graph
 
     def forward(self, inputs: dict[str, Tensor]) -> NamedTuple:
         raise NotImplementedError
@@ -166,76 +197,89 @@ class GraphRunner:
     @torch.inference_mode(False)
     @torch.no_grad()
     def capture(self) -> None:
-        """Capture a graph for every batch size. The first replay does it where it was not done before."""
+        """Capture a graph for every batch size. The first replay does it where it was not done before.
+
+        Capturing computes: with padding in all buffers, which a capture may find full, no KV slot but 0 is written.
+        """
         self.model = self.model or DraftModel.random(self.config, self.device)
-        backend = GraphBackend(self.device)
-        for bs in reversed(self.config.capture_batch_sizes):
-            inputs, record = self.buffers.inputs(bs), None
-            if self.fixed:
-                plan = self._fixed_plan(bs)
-                inputs |= zip((f.name for f in self.buffers.device_fields), plan.dsts)
-                record = plan.record
+        backend, graphs = GraphBackend(self.device), {}
+        for captured in reversed(self.config.capture_batch_sizes):
+            producer = self._producer(captured)
+            held = [(t, t.clone()) for t in (*producer.inputs.values(), *producer.outputs.values())]
+            for field in self.buffers.fields:
+                producer.inputs[field.name].fill_(self.config.pad_value(field))
+                producer.outputs[field.name].fill_(self.config.pad_value(field))
 
-            def compute(inputs=inputs, record=record) -> NamedTuple:
-                if record is not None:
-                    record()
-                return self.forward(inputs)
+            def compute(producer=producer) -> NamedTuple:
+                run(producer.inside)
+                return self.forward(producer.inputs)
 
-            self.graphs[bs] = backend.capture(compute)
+            try:
+                graphs[captured] = backend.capture(compute)
+            finally:
+                for tensor, value in held:
+                    tensor.copy_(value)
+        self.graphs = graphs
+
+    def _producer(self, captured: int) -> Producer:
+        if captured not in self.producers:
+            self.producers[captured] = self._new_producer(captured)
+        return self.producers[captured]
+
+    @torch.inference_mode(False)
+    def _new_producer(self, captured: int) -> Producer:
+        inputs = self.buffers.inputs(captured)
+        host = {field.name: inputs[field.name] for field in self.buffers.fields if field.host}
+        device = {name: tensor for name, tensor in inputs.items() if name not in host}
+        if self.one_allocation:
+            static, inputs = in_one_block(device)
+            staged, outputs = in_one_block(device)
+            return Producer(inputs | host, outputs | host, [Call("copy_", [static], [staged])], [])
+        if self.copy_in_graph:
+            outputs = {}
+            for field in self.buffers.fields:
+                if field.name in device:
+                    dtype = self.config.source_dtype(field)
+                    outputs[field.name] = torch.zeros_like(device[field.name], dtype=dtype)
+            inside = grouped_dma((tensor, outputs[name]) for name, tensor in device.items())
+            return Producer(inputs, outputs | host, [], inside)
+        return Producer(inputs, inputs, [], [])
+
+    @torch.no_grad()
+    def inputs(self, batch_size: int) -> Batch:
+        """A batch to write in place: views of where the graph's sources lie, padding written behind them.
+
+        Valid until the next call, `place` or `copy_inputs` of another batch. `copy_inputs` of it makes no call,
+        or what one_allocation needs.
+        """
+        return self._views(batch_size, dict.fromkeys(self.buffers.names))
 
     @torch.no_grad()
     def place(self, batch: Batch) -> Batch:
-        """Play the producer: the batch, written to where the strategy wants it, padding included.
+        """Play the producer: write the batch, padding included, where this runner's sources have to lie.
 
-        Of a strategy that takes sources anywhere, the batch itself. Else valid until the next call. Raises
-        ValueError as `copy_inputs` does, and where the strategy cannot convert what the layout converts.
+        Raises ValueError as `copy_inputs`. Valid as what `inputs` returns.
         """
-        self.buffers.check(batch)
-        if not self.fixed:
-            return batch
-        placed = {}
-        outputs = self._fixed_plan(self.padded_batch_size(batch.batch_size)).outputs
-        for f, output in zip(self.buffers.device_fields, outputs):
-            source = getattr(batch, f.name)
-            rows = 0 if source is None else len(source)
-            if f.pad is not None:
-                output[rows:].fill_(self.config.pad_value(f))
-            if source is not None:
-                placed[f.name] = output[:rows].copy_(source)
-        return replace(batch, **placed)
+        given = self.buffers.given(batch)
+        placed = self._views(batch.batch_size, given)
+        for name, source in given.items():
+            getattr(placed, name).copy_(source)
+        return placed
 
-    @torch.inference_mode(False)
-    def _fixed_plan(self, captured: int) -> FixedPlan:
-        if captured not in self.fixed_plans:
-            c, fields = self.config, self.buffers.device_fields
-            dsts = [self.buffers.rows(f, captured) for f in fields]
-            if hasattr(self.strategy, "allocate"):
-                shapes, dtypes = [dst.shape for dst in dsts], [dst.dtype for dst in dsts]
-                dsts = self.strategy.allocate(shapes, dtypes, self.device)
-            src_dtypes = [f.source_dtype or f.dtype or c.dtype for f in fields]
-            plan = self.strategy.plan(dsts, src_dtypes, [f.name for f in fields])
-            for f, *tensors in zip(fields, plan.dsts, plan.outputs):
-                for t in tensors:  # as the buffers are from the start: a graph is captured on valid inputs
-                    if t.data_ptr() != self.buffers.tensors[f.name].data_ptr():
-                        t.fill_(0 if f.pad is None else c.pad_value(f))
-            self.fixed_plans[captured] = plan
-        return self.fixed_plans[captured]
-
-    def _plan(self, batch: Batch) -> tuple[CopyPlan | FixedPlan, list[Tensor]]:
-        """The plan that serves a batch, made for the first of its kind, and the batch's tensors in order."""
-        captured = self.padded_batch_size(batch.batch_size)
-        if self.fixed:
-            plan = self._fixed_plan(captured)
-            srcs = [getattr(batch, f.name) for f in self.buffers.device_fields]
-            return plan, [output if src is None else src for src, output in zip(srcs, plan.outputs)]
-        fields = [(f.name, getattr(batch, f.name)) for f in self.buffers.device_fields]
-        srcs = [t for _, t in fields if t is not None]
-        key = (batch.batch_size, *(name for name, t in fields if t is not None))
-        if key not in self.plans:
-            dsts, _, names = self.buffers.pairs(batch)
-            pads = self.buffers.pads(batch, captured)
-            self.plans[key] = self.strategy.plan(dsts, [src.dtype for src in srcs], names, pads)
-        return self.plans[key], srcs
+    def _views(self, batch_size: int, names: dict) -> Batch:
+        captured = self.padded_batch_size(batch_size)
+        outputs = self._producer(captured).outputs
+        views = {}
+        for field in self.buffers.fields:
+            rows = self.config.rows(field, batch_size) if field.name in names else 0
+            output = outputs[field.name]
+            if field.pad is not None:
+                padding = output.narrow(field.dim, rows, output.shape[field.dim] - rows)
+                padding.fill_(self.config.pad_value(field))
+            if field.name in names:
+                views[field.name] = output.narrow(field.dim, 0, rows)
+        self.placed_batch = self.batch_class(**views)
+        return self.placed_batch
 
     def padded_batch_size(self, batch_size: int) -> int:
         """The smallest captured batch size that holds the batch. Raises ValueError where none does."""
@@ -244,73 +288,66 @@ class GraphRunner:
             raise ValueError(f"batch size: expected 1 to {sizes[-1]}, the largest captured, got {batch_size}")
         return sizes[bisect_left(sizes, batch_size)]
 
-    def copy_inputs(self, batch: Batch) -> None:
-        """Fill the padding and copy the batch into the static buffers, large fields and host fields included.
+    def calls(self, batch: Batch) -> list[Call]:
+        """What fills the device buffers with this batch, padding included.
 
-        Raises:
-            ValueError: a batch larger than the largest captured, a missing required field, a wrong shape,
-                dtype or device (`InputBuffers.check`); nothing is written then.
-            Exception: a strategy's own refusal; of the batch nothing is written then. Padding may be, which
-                SGLang fills first, too; a plan writes nothing.
+        Raises ValueError for a batch larger than the largest captured, a missing required field, a wrong shape,
+        dtype or device, and for one that `place` did not return where it has to; and a strategy's own refusal.
         """
-        self.buffers.check(batch)
-        padded = self.padded_batch_size(batch.batch_size) > batch.batch_size
-        if hasattr(self.strategy, "plan"):
-            plan, srcs = self._plan(batch)
-            plan(srcs, constants=plan is not self.last_plan)
-            self.last_plan = plan
-            self.buffers.copy_host_fields(batch, padded)
-            return
-        outside = self.strategy.large_outside
-        with torch.no_grad():  # a source that autograd follows must not make it follow a static buffer
-            for tensor, value in self.buffers.fills(batch, padded):
-                tensor.fill_(value)
-            self.strategy(*self.buffers.pairs(batch, large=False if outside else None))
-            if outside:
-                for dst, src in zip(*self.buffers.pairs(batch, large=True)[:2]):
-                    dst.copy_(src)
-        self.buffers.copy_host_fields(batch, padded)
+        captured = self.padded_batch_size(batch.batch_size)
+        if batch is self.placed_batch:
+            return self._producer(captured).before
+        if self.placed:
+            raise ValueError("batch: expected what `place` returned last, got one with sources elsewhere")
+        given = self.buffers.given(batch)
+        if self.kept is None:
+            return self.step_calls(self.buffers.step(given, batch.batch_size, captured))
+        for field in self.buffers.host_fields:
+            given.pop(field.name, None)
+        return self.kept.calls(given, batch.batch_size, captured)
+
+    def copy_inputs(self, batch: Batch) -> None:
+        """Fill the static buffers, large and host fields included. Raises as `calls`; nothing is written then."""
+        calls = self.calls(batch)
+        if batch is not self.placed_batch:
+            self.placed_batch = None  # what lies there is another batch from here on
+            calls = calls + self.buffers.host_calls(batch, self.padded_batch_size(batch.batch_size))
+        run(calls)
+
+    def launches(self, batch: Batch) -> list[Launch]:
+        """What CUDA would be asked to do by `copy_inputs`."""
+        return launches(self.calls(batch))
 
     def replay_graph(self, batch_size: int) -> NamedTuple:
-        """Replay on what the buffers hold and cut the outputs to `batch_size` requests."""
+        """Replay on what the buffers hold. The outputs are views of static tensors, cut to the requests."""
         if not self.graphs:
             self.capture()
-        self.graphs[self.padded_batch_size(batch_size)].replay()
-        return self.outputs(batch_size)
-
-    def outputs(self, batch_size: int) -> NamedTuple:
-        """What the last replay of a batch of this size left, cut to its requests."""
-        padded = self.padded_batch_size(batch_size)
-        outputs = self.graphs[padded].outputs
-        return type(outputs)(*(t[: t.shape[0] // padded * batch_size] for t in outputs))
+        captured = self.padded_batch_size(batch_size)
+        outputs = self.graphs[captured].replay()
+        return type(outputs)(*(t[: t.shape[0] // captured * batch_size] for t in outputs))
 
     def replay(self, batch: Batch) -> NamedTuple:
-        """Copy the inputs and replay. The outputs are views of static tensors, valid until the next replay.
-
-        Raises ValueError as `copy_inputs` does.
-        """
+        """Copy the inputs and replay; outputs are valid until the next replay. Raises as `copy_inputs`."""
         self.copy_inputs(batch)
         return self.replay_graph(batch.batch_size)
 
-    def launches(self, batch: Batch) -> list[Launch]:
-        """What CUDA would be asked to do by `copy_inputs` now, padding that is due included."""
-        self.buffers.check(batch)
-        if hasattr(self.strategy, "plan"):
-            plan, srcs = self._plan(batch)
-            return plan.launches(srcs, constants=plan is not self.last_plan)
-        padded = self.padded_batch_size(batch.batch_size) > batch.batch_size
-        outside = self.strategy.large_outside
-        launches = [fill_launch(tensor) for tensor, _ in self.buffers.fills(batch, padded)]
-        launches += self.strategy.launches(*self.buffers.pairs(batch, large=False if outside else None))
-        if outside:
-            launches += [copy_launch(*pair) for pair in zip(*self.buffers.pairs(batch, large=True)[:2])]
-        return [launch for launch in launches if launch is not None]
+
+def in_one_block(tensors: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Bytes for all tensors, and views of them of their shapes and dtypes, each aligned. Starts as 0."""
+    ends = list(accumulate(-(-t.nbytes // ALIGNMENT) * ALIGNMENT for t in tensors.values()))
+    block = torch.zeros(ends[-1], dtype=torch.uint8, device=next(iter(tensors.values())).device)
+    views = {}
+    for (name, t), end in zip(tensors.items(), ends):
+        start = end - -(-t.nbytes // ALIGNMENT) * ALIGNMENT
+        views[name] = block[start : start + t.nbytes].view(t.dtype).view(t.shape)
+    return block, views
 
 
 class EagleDraftCudaGraphRunner(GraphRunner):
     """The draft tree of a step. `replay(DraftBatch)` returns a `DraftOutput` for the batch's requests."""
 
     table = "draft"
+    batch_class = DraftBatch
 
     def forward(self, inputs: dict[str, Tensor]) -> DraftOutput:
         return draft_forward(self.model, inputs)
@@ -320,6 +357,7 @@ class EagleDraftExtendCudaGraphRunner(GraphRunner):
     """The head over a step's w rows a request. `replay(DraftExtendBatch)` returns a `DraftExtendOutput`."""
 
     table = "draft_extend"
+    batch_class = DraftExtendBatch
 
     def forward(self, inputs: dict[str, Tensor]) -> DraftExtendOutput:
         return draft_extend_forward(self.model, inputs)

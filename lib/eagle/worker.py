@@ -14,12 +14,22 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.types import Device
 
-from lib.eagle import model as m
 from lib.eagle.fields import Batch, DraftBatch, DraftExtendBatch, EagleConfig, first_level
+from lib.eagle.model import (
+    DraftModel,
+    DraftOutput,
+    EagleHead,
+    PoolAttention,
+    TargetModel,
+    causal_attention,
+    kv_pool,
+    prefix_slots,
+)
 from lib.eagle.runners import EagleDraftCudaGraphRunner, EagleDraftExtendCudaGraphRunner, GraphRunner
-from lib.strategies import Strategy
 
 
 class PoolExhausted(RuntimeError):
@@ -30,39 +40,36 @@ class SlotPool:
     """Hands out the slots 1 to size - 1; slot 0 is reserved for padding."""
 
     def __init__(self, size: int, what: str) -> None:
-        self.what, self.size = what, size
-        self.free_slots, self.used = list(range(size - 1, 0, -1)), set()
-
-    def require(self, count: int) -> None:
-        if count > len(self.free_slots):
-            raise PoolExhausted(
-                f"{self.what}: {count} needed, {len(self.free_slots)} of {self.size - 1} free"
-            )
+        self.size = size
+        self.what = what
+        self.free_slots = list(range(size - 1, 0, -1))
+        self.used: set[int] = set()
 
     def alloc(self, count: int) -> list[int]:
         """Raises PoolExhausted and takes nothing where `count` slots are not free."""
-        self.require(count)
-        at = len(self.free_slots) - count
-        slots, self.free_slots = self.free_slots[at:], self.free_slots[:at]
+        free = len(self.free_slots)
+        if count > free:
+            raise PoolExhausted(f"{self.what}: {count} needed, {free} of {self.size - 1} free")
+        slots = [self.free_slots.pop() for _ in range(count)]
         self.used.update(slots)
         return slots
 
-    @contextmanager
-    def lent(self, count: int) -> Iterator[list[int]]:
-        """Slots for a while: they come back however it ends."""
-        slots = self.alloc(count)
-        try:
-            yield slots
-        finally:
-            self.free(slots)
-
     def free(self, slots: Sequence[int]) -> None:
         """Raises ValueError and frees nothing where a slot is not in use or named twice."""
-        if len(set(slots)) < len(slots) or not self.used.issuperset(slots):
-            wrong = sorted({s for s in slots if s not in self.used or slots.count(s) > 1})
-            raise ValueError(f"{self.what}: slots {wrong} are not in use, or freed twice")
-        self.used.difference_update(slots)
-        self.free_slots.extend(slots)
+        returned = set(slots)
+        wrong = returned - self.used
+        if wrong or len(returned) < len(slots):
+            raise ValueError(f"{self.what}: {sorted(wrong)} of {slots} are not in use, or freed twice")
+        self.used -= returned
+        self.free_slots += slots
+
+
+class DraftInput(NamedTuple):
+    """What a draft starts from, left by draft-extend or by the prefill; a row a request."""
+
+    topk_p: Tensor  # (bs, k) float32
+    topk_index: Tensor  # (bs, k)
+    hidden_states: Tensor  # (bs, H)
 
 
 @dataclass(eq=False)
@@ -76,6 +83,7 @@ class Request:
     accept_lengths: list[int] = field(default_factory=list)  # tokens gained by each step, bonus included
     req_pool_index: int = 0
     slots: list[int] = field(default_factory=list)  # of its committed tokens, in order
+    draft_input: DraftInput | None = None  # its row
 
     @property
     def finished(self) -> bool:
@@ -88,20 +96,14 @@ class Request:
                 self.output.append(token)
 
 
-class DraftInput(NamedTuple):
-    """What draft-extend leaves for the next draft, one row a running request."""
+class Step(NamedTuple):
+    """The running requests at the start of a step, and the slots that it may use; one row each."""
 
-    topk_p: Tensor  # (bs, k) float32
-    topk_index: Tensor  # (bs, k)
-    hidden_states: Tensor  # (bs, H)
-
-
-class Committed(NamedTuple):
-    """The running requests at the start of a step, one entry each."""
-
-    reqs: Tensor  # request slots
+    requests: Tensor  # rows of req_to_token
     lens: Tensor  # committed tokens
     lens_cpu: Tensor  # the same on the host
+    branch_slots: Tensor  # (bs, k * s), for the draft
+    node_slots: Tensor  # (bs, w), for the nodes to verify; the draft is over then, and they may be the same
 
 
 class Tree(NamedTuple):
@@ -112,18 +114,17 @@ class Tree(NamedTuple):
     mask: Tensor  # (bs, w, w) bool, true where a column is the row's ancestor or the row itself
 
 
-def build_tree(root: Tensor, draft: m.DraftOutput, topk: int, num_steps: int) -> Tree:
+def build_tree(root: Tensor, draft: DraftOutput, topk: int, num_steps: int) -> Tree:
     """The draft graph's output as nodes under root (bs,): SGLang's `build_tree_kernel_efficient`."""
     chosen = draft.top_scores_index
-    siblings = chosen // topk  # group 0 hangs on the root
-    parents = torch.searchsorted(chosen, draft.parent_list.gather(1, siblings)) + 1
-    parents = torch.cat((torch.zeros_like(root)[:, None], parents.masked_fill_(siblings == 0, 0)), dim=1)
-    ancestor = torch.arange(parents.shape[1], device=root.device).expand_as(parents)
-    mask = torch.eye(parents.shape[1], dtype=torch.bool, device=root.device).repeat(len(root), 1, 1)
+    parents = draft.parent_list.gather(1, chosen // topk)
+    # Node i + 1 is the i-th candidate chosen; children of the root have the parent -1, smaller than any.
+    nodes = F.pad(torch.searchsorted(chosen, parents, right=True), (1, 0))
+    bs, w = nodes.shape
+    mask = torch.eye(w, dtype=torch.bool, device=root.device).expand(bs, w, w)
     for _ in range(num_steps):
-        ancestor = parents.gather(1, ancestor)
-        mask.scatter_(2, ancestor[..., None], True)
-    return Tree(torch.cat((root[:, None], draft.draft_tokens), dim=1), parents, mask)
+        mask = mask | mask.take_along_dim(nodes[..., None], dim=1)
+    return Tree(torch.cat((root[:, None], draft.draft_tokens), dim=1), nodes, mask)
 
 
 def accept_greedy(tree: Tree, predictions: Tensor) -> Tensor:
@@ -131,12 +132,12 @@ def accept_greedy(tree: Tree, predictions: Tensor) -> Tensor:
 
     They form one path: of siblings that carry the same token only the first counts.
     """
-    match = tree.tokens == predictions.gather(1, tree.parents)
-    twins = tree.parents[:, :, None] == tree.parents[:, None]
-    twins &= tree.tokens[:, :, None] == tree.tokens[:, None]
-    match &= ~twins.tril(-1)[:, :, 1:].any(-1)
-    match[:, 0] = True
-    return ~(tree.mask & ~match[:, None]).any(-1)
+    agrees = tree.tokens == predictions.gather(1, tree.parents)
+    edges = (tree.parents << 32) + tree.tokens
+    twins = edges[:, None] == edges[..., None]
+    agrees &= ~twins.tril(-1)[..., 1:].any(-1)
+    agrees[:, 0] = True  # the root
+    return (agrees[:, None] | ~tree.mask).all(-1)
 
 
 class EagleWorker:
@@ -145,7 +146,7 @@ class EagleWorker:
     Args:
         config: its dtype is the models'; its largest capture batch size bounds the running batch.
         target, head: e.g. from `load_trained(config, device)`.
-        strategy: how both runners copy their inputs.
+        strategy, runner_options: how both runners copy their inputs; see `GraphRunner`.
 
     `spans` holds (name, start, end) of the last step's parts in seconds on the host clock: "prefill" of each
     new request, "draft copy", "draft replay", "verify", "extend copy" and "extend replay". What they leave of
@@ -155,25 +156,31 @@ class EagleWorker:
     def __init__(
         self,
         config: EagleConfig,
-        target: m.TargetModel,
-        head: m.EagleHead,
-        strategy: str | Strategy = "grouped_foreach_dma",
-        device: str | torch.device = "cpu",
+        target: TargetModel,
+        head: EagleHead,
+        strategy: str = "grouped_foreach_dma",
+        device: Device = "cpu",
+        **runner_options: bool,
     ) -> None:
-        self.config, self.target, self.device = config, target, torch.device(device)
+        self.config = config
+        self.target = target
+        self.device = torch.device(device)
         self.kv_slots = SlotPool(config.kv_slots, "KV slots")
         self.req_slots = SlotPool(1 + config.max_batch_size, "request slots")
-        self.target_kv = m.KVPool(config, config.num_target_layers, device)
-        table = torch.zeros(self.req_slots.size, config.max_context_len, dtype=torch.int64, device=device)
-        self.req_to_token = table
-        self.draft_model = m.DraftModel(config, head, m.KVPool(config, 1, device), table)
-        self.draft = EagleDraftCudaGraphRunner(config, strategy, device, self.draft_model)
-        self.extend = EagleDraftExtendCudaGraphRunner(config, strategy, device, self.draft_model)
-        for runner in (self.draft, self.extend):
-            runner.capture()
+        self.slots_per_step = max(config.topk * config.num_steps, config.num_draft_tokens)
+        self.target_kv = kv_pool(config, config.num_target_layers, device)
+        self.req_to_token = torch.zeros(
+            self.req_slots.size, config.max_context_len, dtype=torch.int64, device=device
+        )
+        draft_kv = kv_pool(config, 1, device)
+        self.draft_model = DraftModel(config, target, head, draft_kv, self.req_to_token)
+        shared = (config, strategy, device, self.draft_model)
+        self.draft = EagleDraftCudaGraphRunner(*shared, **runner_options)
+        self.extend = EagleDraftExtendCudaGraphRunner(*shared, **runner_options)
+        self.draft.capture()
+        self.extend.capture()
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
-        self.draft_input: DraftInput | None = None
         self.spans: list[tuple[str, float, float]] = []
 
     def submit(self, prompt: Sequence[int], max_new_tokens: int, stop_token: int | None = None) -> Request:
@@ -182,20 +189,23 @@ class EagleWorker:
         Raises ValueError for an empty prompt, a token outside the vocabulary, no token wanted, or a request
         that could never fit.
         """
-        c, prompt = self.config, list(prompt)
+        prompt = list(prompt)
         if not prompt or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
             raise ValueError(
                 f"expected a prompt and max_new_tokens >= 1, got {len(prompt)}, {max_new_tokens}"
             )
+        vocab = range(self.config.vocab_size)
         for token in prompt:
-            if not isinstance(token, int) or not 0 <= token < c.vocab_size:
-                raise ValueError(f"prompt: expected tokens from 0 to {c.vocab_size - 1}, got {token!r}")
+            if not isinstance(token, int) or token not in vocab:
+                raise ValueError(f"prompt: expected tokens from 0 to {vocab[-1]}, got {token!r}")
         length = len(prompt) + max_new_tokens
-        room = min(c.max_context_len - c.num_draft_tokens, c.kv_slots - 1 - self._slots_per_step)
+        room = self.config.max_context_len - self.config.num_draft_tokens
+        room = min(room, self.config.kv_slots - 1 - self.slots_per_step)
         if length > room:
             raise ValueError(f"prompt and new tokens: expected at most {room} together, got {length}")
-        self.waiting.append(Request(prompt, max_new_tokens, stop_token))
-        return self.waiting[-1]
+        request = Request(prompt, max_new_tokens, stop_token)
+        self.waiting.append(request)
+        return request
 
     def run(self) -> None:
         """Step until every request is finished."""
@@ -210,31 +220,19 @@ class EagleWorker:
         After any other exception, e.g. a strategy's refusal, every slot is where it was.
         """
         self.spans = []
-        finished = self._admit()
-        if not self.running:
-            return finished
-        bs, c = len(self.running), self.config
-        self.kv_slots.require(bs * self._slots_per_step)
-        lens_cpu = torch.tensor([len(r.slots) for r in self.running])
-        at = Committed(
-            self._tensor([r.req_pool_index for r in self.running]), lens_cpu.to(self.device), lens_cpu
-        )
-        tree = self._draft(at)
-        nodes = self.kv_slots.alloc(bs * c.num_draft_tokens)
-        try:
-            node_slots = self._tensor(nodes).view(bs, -1)
-            predictions, features = self._verify(at, tree, node_slots)
-            rows = self._extend(at, accept_greedy(tree, predictions), predictions, features, node_slots)
-        except BaseException:
-            self.kv_slots.free(nodes)
-            raise
-        self._commit(rows)
-        return finished + self._retire()
-
-    @property
-    def _slots_per_step(self) -> int:
-        """KV slots a request needs for a moment: its draft branches, and after these the nodes to verify."""
-        return max(self.config.topk * self.config.num_steps, self.config.num_draft_tokens)
+        self._admit()
+        finished = self._retire()
+        if self.running:
+            slots = self.kv_slots.alloc(len(self.running) * self.slots_per_step)
+            try:
+                rows, draft_input = self._speculate(slots)
+                rows = rows.tolist()  # the step's one synchronization with the device
+            except BaseException:
+                self.kv_slots.free(slots)
+                raise
+            self._commit(slots, rows, draft_input)
+            finished += self._retire()
+        return finished
 
     def _tensor(self, values: list[int]) -> Tensor:
         return torch.tensor(values, device=self.device)
@@ -245,158 +243,183 @@ class EagleWorker:
         yield
         self.spans.append((name, start, time.perf_counter()))
 
-    def _admit(self) -> list[Request]:
+    def _admit(self) -> None:
         """Prefill waiting requests while there is room, and add them to the running batch."""
-        finished = []
         while self.waiting and len(self.running) < self.config.max_batch_size:
             request = self.waiting[0]
-            needed = len(request.prompt) + (len(self.running) + 1) * self._slots_per_step
+            needed = len(request.prompt) + (len(self.running) + 1) * self.slots_per_step
             if needed > len(self.kv_slots.free_slots):
                 break
             try:
                 with self._span("prefill"):
-                    fresh = self._prefill(request)
+                    self._prefill(request)
             except BaseException:
                 self._release(request)
                 raise
-            self.waiting.popleft()
-            if request.finished:
-                self._release(request)
-                finished.append(request)
-                continue
-            merged = zip(self.draft_input, fresh) if self.running else ((t,) for t in fresh)
-            self.draft_input = DraftInput(*(torch.cat(rows) for rows in merged))
-            self.running.append(request)
-        return finished
+            self.running.append(self.waiting.popleft())
 
-    def _prefill(self, request: Request) -> DraftInput:
+    def _prefill(self, request: Request) -> None:
         """Target, then head, over the whole prompt; the head reads tokens shifted by one."""
         n = len(request.prompt)
         request.slots = self.kv_slots.alloc(n)
         (request.req_pool_index,) = self.req_slots.alloc(1)
-        slots, tokens = self._tensor([request.slots]), self._tensor([request.prompt])
-        self.req_to_token[request.req_pool_index, :n] = slots[0]
+        slots = self._tensor([request.slots])
+        self.req_to_token[request.req_pool_index, :n] = slots
+        tokens = self._tensor([request.prompt])
         positions = torch.arange(n, device=self.device)[None]
-        mask = positions[..., None] >= positions[:, None]
-        logits, features = self.target(tokens, positions, m.PoolAttention(self.target_kv, slots, slots, mask))
-        first = logits[:, -1:].argmax(-1)
-        request.extend(first[0].tolist())
-        shifted = torch.cat((tokens[:, 1:], first), dim=1)
-        attention = m.PoolAttention(self.draft_model.kv, slots, slots, mask)
-        logits, hidden = self.draft_model.head(shifted, features, positions, attention)
-        return DraftInput(*first_level(logits[:, -1], self.config.topk), hidden[:, -1])
+        mask = positions[..., None] >= positions
+        attention = PoolAttention(self.target_kv, slots, slots, mask)
+        features = self.target(tokens, positions, attention)
+        first = self.target.lm_head(features[:, -1:]).argmax(-1)
+        shifted = self.target.embed(torch.cat((tokens[:, 1:], first), dim=1))
+        attention = PoolAttention(self.draft_model.kv, slots, slots, mask)
+        hidden = self.draft_model.head(shifted, features, positions, attention)[:, -1]
+        logits = self.target.lm_head(hidden)
+        request.draft_input = DraftInput(*first_level(logits, self.config.topk), hidden)
+        request.output = first[0].tolist()
 
-    def _draft(self, at: Committed) -> Tree:
-        """Grow a tree for every running request. The slots of its branches are needed for the draft only."""
-        k, s, bs = self.config.topk, self.config.num_steps, len(self.running)
-        with self.kv_slots.lent(bs * k * s) as slots:
-            batch = DraftBatch(
-                seq_lens=at.lens,
-                out_cache_loc=self._tensor(slots),
-                positions=at.lens.repeat_interleave(k),
-                req_pool_indices=at.reqs,
-                seq_lens_cpu=at.lens_cpu,
-                **self.draft_input._asdict(),
-            )
-            out = self._replay("draft", self.draft, batch)
-        return build_tree(self._tensor([r.output[-1] for r in self.running]), out, k, s)
+    def _speculate(self, slots: list[int]) -> tuple[Tensor, DraftInput]:
+        """Draft, verify and draft-extend with these slots; returns what `_extend` does."""
+        config, running = self.config, self.running
+        step_slots = self._tensor(slots).view(len(running), -1)
+        lens_cpu = torch.tensor([len(request.slots) for request in running])
+        step = Step(
+            requests=self._tensor([request.req_pool_index for request in running]),
+            lens=lens_cpu.to(self.device),
+            lens_cpu=lens_cpu,
+            branch_slots=step_slots[:, : config.topk * config.num_steps],
+            node_slots=step_slots[:, : config.num_draft_tokens],
+        )
+        tree = self._draft(step)
+        predictions, features = self._verify(step, tree)
+        accepted = accept_greedy(tree, predictions)
+        return self._extend(step, accepted, predictions, features)
+
+    def _draft(self, step: Step) -> Tree:
+        """Grow a tree for every running request."""
+        inputs = zip(*(request.draft_input for request in self.running))
+        topk_p, topk_index, hidden_states = map(torch.cat, inputs)
+        batch = DraftBatch(
+            seq_lens=step.lens,
+            out_cache_loc=step.branch_slots.flatten(),
+            positions=step.lens.repeat_interleave(self.config.topk),
+            req_pool_indices=step.requests,
+            hidden_states=hidden_states,
+            seq_lens_cpu=step.lens_cpu,
+            topk_p=topk_p,
+            topk_index=topk_index,
+        )
+        out = self._replay("draft", self.draft, batch)
+        root = self._tensor([request.output[-1] for request in self.running])
+        return build_tree(root, out, self.config.topk, self.config.num_steps)
 
     def _replay(self, name: str, runner: GraphRunner, batch: Batch) -> NamedTuple:
-        if runner.fixed:  # of a strategy whose producer writes to fixed addresses, we are the producer
+        if runner.placed:  # sources have to lie at fixed addresses; their producer is this loop
             batch = runner.place(batch)
         with self._span(f"{name} copy"):
             runner.copy_inputs(batch)
         with self._span(f"{name} replay"):
             return runner.replay_graph(batch.batch_size)
 
-    def _verify(self, at: Committed, tree: Tree, node_slots: Tensor) -> tuple[Tensor, Tensor]:
+    def _verify(self, step: Step, tree: Tree) -> tuple[Tensor, Tensor]:
         """Run the target over all nodes at once: predictions (bs, w) and features (bs, w, H)."""
-        prefix, valid = m.prefix_slots(self.req_to_token, at.reqs, at.lens, int(at.lens_cpu.max()))
-        mask = torch.cat((valid[:, None].expand(-1, tree.mask.shape[1], -1), tree.mask), dim=2)
-        attention = m.PoolAttention(self.target_kv, node_slots, torch.cat((prefix, node_slots), dim=1), mask)
+        table = self.req_to_token[:, : step.lens_cpu.max()]
+        prefix, seen = prefix_slots(table, step.requests, step.lens, tree.mask.shape[1])
+        attention = PoolAttention(
+            self.target_kv,
+            write_slots=step.node_slots,
+            read_slots=torch.cat((prefix, step.node_slots), dim=1),
+            mask=torch.cat((seen, tree.mask), dim=2),
+        )
         depths = tree.mask.sum(-1) - 1
         with self._span("verify"):
-            logits, features = self.target(tree.tokens, at.lens[:, None] + depths, attention)
-        return logits.argmax(-1), features
+            features = self.target(tree.tokens, step.lens[:, None] + depths, attention)
+            predictions = self.target.lm_head(features).argmax(-1)
+        return predictions, features
 
     def _extend(
-        self, at: Committed, accepted: Tensor, predictions: Tensor, features: Tensor, node_slots: Tensor
-    ) -> list[list[int]]:
-        """Refresh the head's cache over all w rows; a request's row: how many count, w tokens, w slots."""
+        self, step: Step, accepted: Tensor, predictions: Tensor, features: Tensor
+    ) -> tuple[Tensor, DraftInput]:
+        """Refresh the head's cache over all w rows. Returns (bs, 1 + 2 * w): how many of a request's rows
+        count, its w tokens, their w slots; and what the next draft starts from."""
         bs, w = accepted.shape
         # Accepted nodes first, in path order. Rejected ones follow, so that every row has a slot of its own.
         order = accepted.byte().argsort(dim=1, descending=True, stable=True)
+        tokens = predictions.gather(1, order)
+        slots = step.node_slots.gather(1, order)
+        hidden_states = features.take_along_dim(order[..., None], dim=1)
+        positions = step.lens[:, None] + torch.arange(w, device=self.device)
+        self.req_to_token[step.requests[:, None], positions] = slots
         counts = accepted.sum(1, dtype=torch.int32)
-        tokens, node_slots = predictions.gather(1, order), node_slots.gather(1, order)
-        positions = at.lens[:, None] + torch.arange(w, device=self.device)
-        self.req_to_token[at.reqs[:, None], positions] = node_slots
         batch = DraftExtendBatch(
             input_ids=tokens.flatten(),
-            seq_lens=at.lens + w,
-            out_cache_loc=node_slots.flatten(),
+            seq_lens=step.lens + w,
+            out_cache_loc=slots.flatten(),
             positions=positions.flatten(),
-            req_pool_indices=at.reqs,
+            req_pool_indices=step.requests,
             extend_seq_lens=torch.full_like(counts, w),
             num_correct_drafts=counts - 1,
             num_accept_tokens=counts,
-            hidden_states=features.gather(1, order[..., None].expand_as(features)).flatten(0, 1),
-            seq_lens_cpu=at.lens_cpu + w,
+            hidden_states=hidden_states.flatten(0, 1),
+            seq_lens_cpu=step.lens_cpu + w,
         )
         out = self._replay("extend", self.extend, batch)
-        last = torch.arange(bs, device=self.device) * w + counts - 1
-        self.draft_input = DraftInput(out.topk_p[last], out.topk_index[last], out.hidden_states[last])
+        last = torch.arange(-1, bs * w - 1, w, device=self.device) + counts
+        draft_input = DraftInput(out.topk_p[last], out.topk_index[last], out.hidden_states[last])
+        return torch.cat((counts[:, None], tokens, slots), dim=1), draft_input
 
-        # The step's one synchronization with the device.
-        return torch.cat((counts[:, None], tokens, node_slots), dim=1).tolist()
-
-    def _commit(self, rows: list[list[int]]) -> None:
-        """Keep the accepted path of every request, free what was rejected."""
-        w = self.config.num_draft_tokens
-        for request, row in zip(self.running, rows, strict=True):
-            count, tokens, slots = row[0], row[1 : 1 + w], row[1 + w :]
-            request.extend(tokens[:count])
+    def _commit(self, slots: list[int], rows: list[list[int]], draft_input: DraftInput) -> None:
+        """Keep the accepted path of every request, free the other slots of the step."""
+        rejected = set(slots)
+        draft_inputs = zip(*(field.split(1) for field in draft_input))
+        for request, row, own in zip(self.running, rows, draft_inputs, strict=True):
+            count = row.pop(0)
+            kept = row[self.config.num_draft_tokens :][:count]
+            rejected.difference_update(kept)
+            request.slots += kept
+            request.extend(row[:count])
             request.accept_lengths.append(count)
-            request.slots += slots[:count]
-            self.kv_slots.free(slots[count:])
+            request.draft_input = own
+        self.kv_slots.free(list(rejected))
 
     def _retire(self) -> list[Request]:
         """Let finished requests leave the running batch."""
-        finished = [r for r in self.running if r.finished]
-        if finished:
-            keep = torch.tensor([not r.finished for r in self.running], device=self.device)
-            self.draft_input = DraftInput(*(t[keep] for t in self.draft_input))
-            self.running = [r for r in self.running if not r.finished]
-            for request in finished:
-                self._release(request)
+        finished = [request for request in self.running if request.finished]
+        self.running = [request for request in self.running if not request.finished]
+        for request in finished:
+            self._release(request)
         return finished
 
     def _release(self, request: Request) -> None:
         self.kv_slots.free(request.slots)
-        self.req_slots.free([request.req_pool_index] if request.req_pool_index else [])
-        request.slots, request.req_pool_index = [], 0
+        request.slots = []
+        if request.req_pool_index:
+            self.req_slots.free([request.req_pool_index])
+        request.req_pool_index = 0
 
 
 @torch.no_grad()
 def greedy_decode(
-    target: m.TargetModel, prompts: Sequence[Sequence[int]], max_new_tokens: int
+    target: TargetModel, prompts: Sequence[Sequence[int]], max_new_tokens: int
 ) -> tuple[list[list[int]], list[list[float]]]:
     """Plain greedy decoding without any cache, the reference: new tokens, and by how much each leads.
 
     A lead within rounding means that another order of summing may choose the next best token instead.
     """
     device = target.embed.weight.device
-    lens = torch.tensor([len(p) for p in prompts], device=device)
-    rows, total = torch.arange(len(prompts), device=device), int(lens.max()) + max_new_tokens
-    tokens = torch.zeros(len(prompts), total, dtype=torch.int64, device=device)
-    for i, prompt in enumerate(prompts):
-        tokens[i, : len(prompt)] = torch.tensor(prompt)
-    positions, outputs, leads = torch.arange(total, device=device).expand_as(tokens), [], []
+    texts = [torch.tensor(prompt, device=device) for prompt in prompts]
+    tokens = nn.utils.rnn.pad_sequence(texts, batch_first=True)
+    ends = torch.tensor([len(text) for text in texts], device=device)
+    rows = torch.arange(len(texts), device=device)
+    outputs, leads = [], []
     for _ in range(max_new_tokens):
-        end = int(lens.max())
-        logits, _ = target(tokens[:, :end], positions[:, :end], m.causal_attention)
-        best = logits[rows, lens - 1].float().topk(2)
-        tokens[rows, lens] = best.indices[:, 0]
-        lens = lens + 1
-        outputs.append(best.indices[:, 0])
-        leads.append(best.values[:, 0] - best.values[:, 1])
-    return torch.stack(outputs, 1).tolist(), torch.stack(leads, 1).tolist()
+        tokens = F.pad(tokens, (0, 1))
+        positions = torch.arange(tokens.shape[1], device=device).expand_as(tokens)
+        features = target(tokens, positions, causal_attention)
+        logits = target.lm_head(features[rows, ends - 1]).float()
+        best, second = logits.topk(2).values.unbind(1)
+        leads.append(best - second)
+        outputs.append(logits.argmax(1))
+        tokens[rows, ends] = outputs[-1]
+        ends += 1
+    return torch.stack(outputs, dim=1).tolist(), torch.stack(leads, dim=1).tolist()

@@ -1,0 +1,289 @@
+"""Copy many small tensors into static buffers with few launches. One file, torch only: take it away.
+
+An engine that replays a CUDA graph first copies a step's inputs into static buffers. One `copy_()` a field is
+one launch a field. `grouped` makes one per dtype pair, `CopyPlan` keeps views and groups from step to step,
+and `ReplayCopies` is an engine's whole input section. What a step does is data, a list of `Call`s: `run`
+makes them, and `lib/launches.py` says of the very same list what CUDA would be asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
+
+import torch
+from torch import Tensor
+
+Tensors = Sequence[Tensor]
+Pairs = Iterable[tuple[Tensor, Tensor]]  # destination, source
+Inputs = Mapping[str, Tensor | None]
+
+# What PyTorch's fused kernel is built for in every release since 2.6 (ForeachBinaryOpList.cu). For any other
+# dtype, uint16/32/64, complex32 or float4, fp8 in older ones, it raises on CUDA where `copy_` would not.
+NAMES = "bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex64 complex128"
+FUSED_DTYPES = {getattr(torch, name) for name in NAMES.split()}
+
+# A fused kernel copies a chunk of 65,536 elements with one block, at tens of GB/s: 2 to 3 us for 64 KiB, as
+# much as a memcpy of its own. An estimate: the crossover recorded on a device replaces it.
+DEFAULT_DMA_BYTES = 64 * 1024
+MAX_PLANS = 1024  # that a ReplayCopies keeps
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One call into PyTorch or Triton, not yet made.
+
+    op: "copy_" (one pair), "foreach" (pairs), "fill_" (a destination, a value), "fused" (pairs, one kernel).
+    kept: of a fused call, its launch with the arguments worked out; called with the sources.
+    """
+
+    op: str
+    dsts: Tensors
+    srcs: Tensors = ()
+    value: float = 0
+    kept: Callable | None = None
+
+
+OPS = {
+    "copy_": lambda call: call.dsts[0].copy_(call.srcs[0]),
+    "foreach": lambda call: torch._foreach_copy_(call.dsts, call.srcs),
+    "fill_": lambda call: call.dsts[0].fill_(call.value),
+    "fused": lambda call: call.kept(call.srcs),
+}
+
+
+def run(calls: Iterable[Call]) -> None:
+    """Make the calls, in order. Autograd does not record them: static buffers belong to no step's graph."""
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            return run(calls)
+    for call in calls:
+        OPS[call.op](call)
+    return None
+
+
+def grouped_foreach_copy_(dsts: Tensors, srcs: Tensors, names: Sequence[str] | None = None) -> None:
+    """Copy `srcs[i]` into `dsts[i]`, of equal shape, for every i: a loop of `copy_` in few launches.
+
+    A drop-in for SGLang's `_grouped_foreach_copy_` of June 2026 (pull request 28465). Unlike there, inputs
+    are checked, and a pair that the fused kernel cannot take does not drag its group onto the slow path.
+
+    Raises ValueError as `check_pairs`, with the pair's name; nothing has been written then.
+    """
+    check_pairs(dsts, srcs, names)
+    run(grouped(zip(dsts, srcs)))
+
+
+def grouped(pairs: Pairs, dma_bytes: int | None = None) -> list[Call]:
+    """One `_foreach_copy_` per dtype pair, and `copy_` for what its kernel does not take.
+
+    Grouping by the *pair* of dtypes is a matter of correctness: until January 2026 the fused kernel took
+    equal source dtypes with mixed destination dtypes for one and wrote wrong values (pytorch issue 173383).
+    Of a destination listed twice the later pair counts, as in a loop.
+
+    dma_bytes: from this size on a pair that does not convert goes by `copy_`, on CUDA a driver memcpy (the
+        design of pull request 28465), and so does one that is alone in its group. None: neither.
+    """
+    groups: dict[tuple, list] = {}
+    alone: list[tuple] = []
+    written = {place(dst): (dst, src) for dst, src in pairs if dst.numel()}
+    for dst, src in written.values():
+        large = dma_bytes is not None and dst.nbytes >= dma_bytes and dst.dtype == src.dtype
+        if large or not can_fuse(dst, src):
+            alone.append((dst, src))
+        else:
+            groups.setdefault((dst.device, dst.dtype, src.dtype), []).append((dst, src))
+    calls = []
+    for group in groups.values():
+        if dma_bytes is not None and len(group) == 1:
+            alone += group
+        else:
+            dsts, srcs = zip(*group)
+            calls.append(Call("foreach", dsts, srcs))
+    return calls + [Call("copy_", [dst], [src]) for dst, src in alone]
+
+
+grouped_dma = partial(grouped, dma_bytes=DEFAULT_DMA_BYTES)
+
+
+def place(t: Tensor) -> tuple:
+    """What views of the same elements have in common."""
+    return t.untyped_storage()._cdata, t.storage_offset(), t.shape, t.stride(), t.dtype
+
+
+def can_fuse(dst: Tensor, src: Tensor) -> bool:
+    """Whether the fused kernel takes the pair; else it would raise or, silently, loop over `copy_`.
+
+    The rules are those of `can_use_fast_route` (ForeachUtils.h). A source on `meta` stands for one to come.
+    """
+    lazy = any(t.is_conj() or t.is_neg() for t in (dst, src))
+    built = {dst.dtype, src.dtype} <= FUSED_DTYPES
+    one_device = src.device == dst.device or src.is_meta
+    return built and one_device and not lazy and same_dense_layout(dst, src)
+
+
+def same_dense_layout(dst: Tensor, src: Tensor) -> bool:
+    """Whether a pair lies in memory alike, without gaps or repeats; dimensions of size 1 do not count."""
+    expected = 1
+    for dst_stride, src_stride, size in sorted(zip(dst.stride(), src.stride(), dst.shape)):
+        if size != 1 and not dst_stride == src_stride == expected:
+            return False
+        expected *= size
+    return True
+
+
+PLANNED = attrgetter("__class__", "shape", "dtype", "device")  # in C: Python would cost more than the copies
+
+
+class CopyPlan:
+    """The same copies step after step: `plan(srcs)`. Views and groups are worked out once.
+
+    A source of another dtype or strides, or with a conj or neg bit, is copied right: the step is grouped anew
+    and `misses` counts it. `constants` are (destination, source) pairs that go along, rows of padding say.
+
+    Args:
+        route: from pairs to calls; of `lib.strategies.ROUTES`.
+        check: "full" also asks on every step where the sources lie (`check_pairs`), for finding faults.
+
+    Raises ValueError for destinations and constants as `check_pairs`.
+    """
+
+    def __init__(self, dsts, src_dtypes, names=None, constants=(), route=grouped_dma, check="step") -> None:
+        self.route, self.check, self.misses = route, check, 0
+        self.names = [*(names or range(len(dsts))), *("constant" for _ in constants)]
+        self.constants = [src for _, src in constants]
+        self.dsts = [dst.detach() for dst in [*dsts, *(dst for dst, _ in constants)]]
+        # As its own source a destination passes.
+        check_pairs(self.dsts, self.dsts[: len(dsts)] + self.constants, self.names)
+        self.planned = []
+        self.stand_ins = []
+        for dst, dtype in zip(dsts, src_dtypes, strict=True):
+            self.planned.append((Tensor, dst.shape, dtype, dst.device))
+            self.stand_ins.append(torch.empty(dst.shape, dtype=dtype, device="meta"))
+        every = self.stand_ins + self.constants
+        index = {id(src): i for i, src in enumerate(every)}
+        self.kept = []
+        for call in route(zip(self.dsts, every)):
+            self.kept.append((call, [index[id(src)] for src in call.srcs]))
+
+    def __call__(self, srcs: Tensors) -> None:
+        """Raises ValueError for no tensor, another shape or device; nothing has been written then."""
+        run(self.calls(srcs))
+
+    def calls(self, srcs: Tensors | None = None) -> list[Call]:
+        """What `plan(srcs)` does; without `srcs`, for sources as planned."""
+        if srcs is None:
+            return self.bound(self.stand_ins)
+        as_planned = self._as_planned(srcs)
+        every = [*srcs, *self.constants]
+        if not as_planned or self.check == "full":
+            check_pairs(self.dsts, every, self.names)
+        if as_planned:
+            return self.bound(srcs)
+        self.misses += 1
+        return self.route(zip(self.dsts, every))
+
+    def bound(self, srcs: Tensors) -> list[Call]:
+        """The planned calls with these sources, unchecked: for a caller who knows them."""
+        every = [*srcs, *self.constants]
+        calls = []
+        for call, picks in self.kept:
+            calls.append(Call(call.op, call.dsts, [every[i] for i in picks], 0, call.kept))
+        return calls
+
+    def _as_planned(self, srcs: Tensors) -> bool:
+        try:
+            same = list(map(PLANNED, srcs)) == self.planned and all(map(Tensor.is_contiguous, srcs))
+            return same and not any(map(Tensor.is_neg, srcs)) and not any(map(Tensor.is_conj, srcs))
+        except (AttributeError, RuntimeError):  # no tensor at all, or a sparse one
+            return False
+
+
+@dataclass(frozen=True)
+class StaticInput:
+    """A static buffer: `rows` a request along `dim`; `pad` in rows of padding, None where nobody reads them.
+
+    fill_if_missing: where the field does not come, its rows hold `pad`, too.
+    """
+
+    buffer: Tensor
+    rows: int = 1
+    pad: float | None = None
+    required: bool = True
+    fill_if_missing: bool = False
+    dim: int = 0
+
+    def between(self, first: int, end: int) -> Tensor:
+        """The rows of requests `first` up to `end`."""
+        return self.buffer.narrow(self.dim, first * self.rows, (end - first) * self.rows)
+
+
+class ReplayCopies:
+    """All input copies of a graph runner: a plan for each batch size and set of fields, made on first use.
+
+    Padding is written every step, in the groups: engines share buffers and graphs write into inputs. pad_to:
+    "captured", the rows that a graph reads, or "buffer", as SGLang. pads_stay: leave it out, it is there.
+    """
+
+    def __init__(self, fields, pad_to="captured", pads_stay=False, route=grouped_dma, check="step") -> None:
+        self.fields: dict[str, StaticInput] = dict(fields)
+        self.pad_to, self.pads_stay, self.route, self.check = pad_to, pads_stay, route, check
+        self.plans: dict[tuple, CopyPlan] = {}
+
+    def __call__(self, inputs: Inputs, batch_size: int, captured: int) -> None:
+        """Fill the buffers of a graph captured for `captured` requests; None: a field that does not come.
+
+        Raises ValueError, naming the field that is unknown, missing or not as planned; nothing is written.
+        """
+        run(self.calls(inputs, batch_size, captured))
+
+    def calls(self, inputs: Inputs, batch_size: int, captured: int) -> list[Call]:
+        given = {name: src for name, src in inputs.items() if src is not None}
+        plan = self.plans.get((batch_size, captured, *given))
+        if plan is None:
+            plan = self._plan(given, batch_size, captured)
+        return plan.calls(list(given.values()))
+
+    def prepare(self, batch_sizes: Mapping[int, int]) -> None:
+        """Make the plans for all fields ahead: batch size -> the captured size that holds it."""
+        buffers = {name: field.buffer for name, field in self.fields.items()}
+        for batch_size, captured in batch_sizes.items():
+            self._plan(buffers, batch_size, captured)
+
+    def _plan(self, given: Inputs, batch_size: int, captured: int) -> CopyPlan:
+        dsts, dtypes, pads = [], [], []
+        for name, src in given.items():
+            if name not in self.fields or not isinstance(src, Tensor):
+                raise ValueError(f"{name}: expected a tensor, one of {list(self.fields)}, got {type(src)}")
+        for name, field in self.fields.items():
+            if field.required and name not in given:
+                raise ValueError(f"{name}: required field is missing")
+            capacity = field.buffer.shape[field.dim] // field.rows
+            if not 0 < batch_size <= captured <= capacity:
+                raise ValueError(f"{name}: expected 1 to {capacity} requests, got {batch_size} of {captured}")
+            end = capacity if self.pad_to == "buffer" else captured
+            first = 0 if field.fill_if_missing and name not in given else batch_size
+            rows = field.between(first, batch_size if self.pads_stay else end)
+            if field.pad is not None:
+                dtype = given.get(name, rows).dtype
+                pads.append((rows, torch.full_like(rows, field.pad, dtype=dtype)))
+        if len(self.plans) >= MAX_PLANS:
+            self.plans.clear()
+        dsts = [self.fields[name].between(0, batch_size) for name in given]
+        dtypes = [src.dtype for src in given.values()]
+        plan = CopyPlan(dsts, dtypes, given, pads, self.route, self.check)
+        self.plans[batch_size, captured, *given] = plan
+        return plan
+
+
+try:
+    from lib.checks import check_pairs
+except ImportError:  # this file was taken away alone
+
+    def check_pairs(dsts: Tensors, srcs: Tensors, names: Sequence[str] | None = None) -> None:
+        """Raise ValueError for no tensor and other shapes or devices; lib/checks.py sees more."""
+        for name, dst, src in zip(names or dsts, dsts, srcs, strict=True):
+            if not isinstance(src, Tensor) or (src.shape, src.device) != (dst.shape, dst.device):
+                raise ValueError(f"{name}: expected {dst.shape} on {dst.device}, got {src!r}")
