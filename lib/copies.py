@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
+from operator import attrgetter, itemgetter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,11 +32,11 @@ DEFAULT_DMA_BYTES = 64 * 1024
 MAX_PLANS = 1024  # that a ReplayCopies keeps
 
 
-@dataclass(slots=True, eq=False)
-class Call:
+class Call(NamedTuple):
     """One call into PyTorch or Triton, not yet made.
 
-    op: "copy_" (one pair), "foreach" (pairs), "fill_" (a destination, a value), "fused" (pairs, one kernel).
+    op: "copy_" (one pair), "foreach" (pairs), "fill_" (a destination, a value), "fused" (pairs, one kernel),
+        "host_copy_" (a pair in host memory: no launch).
     kept: of a fused call, its launch with the arguments worked out; called with the sources.
     """
 
@@ -51,6 +52,7 @@ OPS = {
     "foreach": lambda call: torch._foreach_copy_(call.dsts, call.srcs),
     "fill_": lambda call: call.dsts[0].fill_(call.value),
     "fused": lambda call: call.kept(call.srcs),
+    "host_copy_": lambda call: call.dsts[0].copy_(call.srcs[0]),
 }
 
 
@@ -134,7 +136,8 @@ def same_dense_layout(dst: Tensor, src: Tensor) -> bool:
     return True
 
 
-PLANNED = attrgetter("__class__", "shape", "dtype", "device")  # in C: Python would cost more than the copies
+# Looked at in C, as everything that happens every step: Python would cost more than the copies.
+PLANNED = attrgetter("__class__", "shape", "dtype", "device")
 
 
 class CopyPlan:
@@ -162,11 +165,15 @@ class CopyPlan:
         for dst, dtype in zip(dsts, src_dtypes, strict=True):
             self.planned.append((Tensor, dst.shape, dtype, dst.device))
             self.stand_ins.append(torch.empty(dst.shape, dtype=dtype, device="meta"))
+        self.maybe_lazy = [i for i, t in enumerate(src_dtypes) if t.is_floating_point or t.is_complex]
         every = self.stand_ins + self.constants
         index = {id(src): i for i, src in enumerate(every)}
         self.kept = []
         for call in route(zip(self.dsts, every)):
-            self.kept.append((call, [index[id(src)] for src in call.srcs]))
+            picks = [index[id(src)] for src in call.srcs]
+            if len(picks) == 1:  # a getter of one index would not return a sequence
+                picks = [slice(picks[0], picks[0] + 1)]
+            self.kept.append((call.op, call.dsts, itemgetter(*picks), call.kept))
 
     def __call__(self, srcs: Tensors) -> None:
         """Raises ValueError for no tensor, another shape or device; nothing has been written then."""
@@ -188,15 +195,14 @@ class CopyPlan:
     def bound(self, srcs: Tensors) -> list[Call]:
         """The planned calls with these sources, unchecked: for a caller who knows them."""
         every = [*srcs, *self.constants]
-        calls = []
-        for call, picks in self.kept:
-            calls.append(Call(call.op, call.dsts, [every[i] for i in picks], 0, call.kept))
-        return calls
+        return [Call(op, dsts, pick(every), 0, kept) for op, dsts, pick, kept in self.kept]
 
     def _as_planned(self, srcs: Tensors) -> bool:
         try:
-            same = list(map(PLANNED, srcs)) == self.planned and all(map(Tensor.is_contiguous, srcs))
-            return same and not any(map(Tensor.is_neg, srcs)) and not any(map(Tensor.is_conj, srcs))
+            if list(map(PLANNED, srcs)) != self.planned:
+                return False
+            lazy = any(srcs[i].is_neg() or srcs[i].is_conj() for i in self.maybe_lazy)
+            return not lazy and all(map(Tensor.is_contiguous, srcs))
         except (AttributeError, RuntimeError):  # no tensor at all, or a sparse one
             return False
 

@@ -131,7 +131,7 @@ def launches(calls: Iterable[Call]) -> list[Launch]:
             made += foreach_launches(call.dsts, call.srcs)
         elif call.op == "copy_":
             made += copy_launches(call.dsts[0], call.srcs[0])
-        else:
+        elif call.op != "host_copy_":
             made += kernel_launches(call)
     return made
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lib.copies import Call, ReplayCopies, StaticInput, grouped_dma, run
-from lib.eagle.fields import Batch, DraftBatch, DraftExtendBatch, EagleConfig, Field
+from lib.eagle.fields import SEQ_LEN_FILL_VALUE, Batch, DraftBatch, DraftExtendBatch, EagleConfig, Field
 from lib.eagle.graph import CudaGraph, EagerGraph, GraphBackend
 from lib.eagle.model import DraftExtendOutput, DraftModel, DraftOutput, draft_extend_forward, draft_forward
 from lib.launches import Launch, launches
@@ -35,6 +35,7 @@ class InputBuffers:
         self.names = [field.name for field in fields]
         self.values = attrgetter(*self.names)
         self.host_fields = [field for field in fields if field.host]
+        self.host_pad = torch.tensor(SEQ_LEN_FILL_VALUE)
         self.tensors = {field.name: self._full(field, config.max_batch_size) for field in fields}
         self.expected: dict[tuple, list] = {}  # signatures, by batch size and the fields that come
 
@@ -112,15 +113,15 @@ class InputBuffers:
                 step.fills.append((rows, self.config.pad_value(field)))
         return step
 
-    def host_calls(self, batch: Batch, captured: int) -> list[Call]:
-        """What fills the buffers in host memory: no launches."""
+    def host_calls(self, given: dict[str, Tensor], batch_size: int, captured: int) -> list[Call]:
+        """What fills the buffers in host memory with the fields that this takes out of `given`."""
         calls = []
         for field in self.host_fields:
-            source = getattr(batch, field.name)
-            if captured > batch.batch_size:
-                calls.append(Call("fill_", [self.tensors[field.name]], value=self.config.pad_value(field)))
+            buffer, source = self.tensors[field.name], given.pop(field.name, None)
+            if captured > batch_size:
+                calls.append(Call("host_copy_", [buffer], [self.host_pad]))
             if source is not None:
-                calls.append(Call("copy_", [self.rows(field, batch.batch_size)], [source]))
+                calls.append(Call("host_copy_", [buffer[:batch_size]], [source]))
         return calls
 
 
@@ -289,7 +290,7 @@ class GraphRunner:
         return sizes[bisect_left(sizes, batch_size)]
 
     def calls(self, batch: Batch) -> list[Call]:
-        """What fills the device buffers with this batch, padding included.
+        """What fills the buffers with this batch, padding and host fields included.
 
         Raises ValueError for a batch larger than the largest captured, a missing required field, a wrong shape,
         dtype or device, and for one that `place` did not return where it has to; and a strategy's own refusal.
@@ -300,18 +301,16 @@ class GraphRunner:
         if self.placed:
             raise ValueError("batch: expected what `place` returned last, got one with sources elsewhere")
         given = self.buffers.given(batch)
-        if self.kept is None:
-            return self.step_calls(self.buffers.step(given, batch.batch_size, captured))
-        for field in self.buffers.host_fields:
-            given.pop(field.name, None)
-        return self.kept.calls(given, batch.batch_size, captured)
+        on_host = self.buffers.host_calls(given, batch.batch_size, captured)
+        if self.kept is not None:
+            return self.kept.calls(given, batch.batch_size, captured) + on_host
+        return self.step_calls(self.buffers.step(given, batch.batch_size, captured)) + on_host
 
     def copy_inputs(self, batch: Batch) -> None:
         """Fill the static buffers, large and host fields included. Raises as `calls`; nothing is written then."""
         calls = self.calls(batch)
         if batch is not self.placed_batch:
-            self.placed_batch = None  # what lies there is another batch from here on
-            calls = calls + self.buffers.host_calls(batch, self.padded_batch_size(batch.batch_size))
+            self.placed_batch = None  # another batch lies there from here on
         run(calls)
 
     def launches(self, batch: Batch) -> list[Launch]:
