@@ -1,9 +1,8 @@
 """Copy many small tensors into static buffers with few launches. One file, torch only: take it away.
 
-An engine that replays a CUDA graph first copies a step's inputs into static buffers. One `copy_()` a field is
-one launch a field. `grouped` makes one per dtype pair, `CopyPlan` keeps views and groups from step to step,
-and `ReplayCopies` is an engine's whole input section. What a step does is data, a list of `Call`s: `run`
-makes them, and `lib/launches.py` says of the very same list what CUDA would be asked for.
+Before a CUDA graph is replayed, a step's inputs are copied into its static buffers: one `copy_()`, one launch
+a field. `grouped` makes one per dtype pair, `CopyPlan` keeps views and groups from step to step, `ReplayCopies`
+is an engine's whole input section. All of it is data, lists of `Call`s: `run` makes them, lib/launches.py counts.
 """
 
 from __future__ import annotations
@@ -35,9 +34,8 @@ MAX_PLANS = 1024  # that a ReplayCopies keeps
 class Call(NamedTuple):
     """One call into PyTorch or Triton, not yet made.
 
-    op: "copy_" (one pair), "foreach" (pairs), "fill_" (a destination, a value), "fused" (pairs, one kernel),
-        "host_copy_" (a pair in host memory: no launch).
-    kept: of a fused call, its launch with the arguments worked out; called with the sources.
+    op: "copy_" (one pair), "foreach" (pairs), "fill_" (a destination, a value), "host_copy_" (a pair in host
+        memory, no launch), "fused" (pairs, one Triton kernel: `kept` is called with the sources).
     """
 
     op: str
@@ -47,32 +45,28 @@ class Call(NamedTuple):
     kept: Callable | None = None
 
 
-OPS = {
-    "copy_": lambda call: call.dsts[0].copy_(call.srcs[0]),
-    "foreach": lambda call: torch._foreach_copy_(call.dsts, call.srcs),
-    "fill_": lambda call: call.dsts[0].fill_(call.value),
-    "fused": lambda call: call.kept(call.srcs),
-    "host_copy_": lambda call: call.dsts[0].copy_(call.srcs[0]),
-}
-
-
 def run(calls: Iterable[Call]) -> None:
     """Make the calls, in order. Autograd does not record them: static buffers belong to no step's graph."""
     if torch.is_grad_enabled():
         with torch.no_grad():
             return run(calls)
-    for call in calls:
-        OPS[call.op](call)
-    return None
+    for op, dsts, srcs, value, kept in calls:
+        if op == "foreach":
+            torch._foreach_copy_(dsts, srcs)
+        elif op == "fused":
+            kept(srcs)
+        elif op == "fill_":
+            dsts[0].fill_(value)
+        else:
+            dsts[0].copy_(srcs[0])
 
 
 def grouped_foreach_copy_(dsts: Tensors, srcs: Tensors, names: Sequence[str] | None = None) -> None:
     """Copy `srcs[i]` into `dsts[i]`, of equal shape, for every i: a loop of `copy_` in few launches.
 
-    A drop-in for SGLang's `_grouped_foreach_copy_` of June 2026 (pull request 28465). Unlike there, inputs
-    are checked, and a pair that the fused kernel cannot take does not drag its group onto the slow path.
-
-    Raises ValueError as `check_pairs`, with the pair's name; nothing has been written then.
+    A drop-in for SGLang's `_grouped_foreach_copy_` of June 2026 (pull request 28465), but that a pair which the
+    fused kernel cannot take does not drag its group onto the slow path. Raises ValueError as `check_pairs`, with
+    the pair's name; nothing has been written then.
     """
     check_pairs(dsts, srcs, names)
     run(grouped(zip(dsts, srcs)))
@@ -83,57 +77,43 @@ def grouped(pairs: Pairs, dma_bytes: int | None = None) -> list[Call]:
 
     Grouping by the *pair* of dtypes is a matter of correctness: until January 2026 the fused kernel took
     equal source dtypes with mixed destination dtypes for one and wrote wrong values (pytorch issue 173383).
-    Of a destination listed twice the later pair counts, as in a loop.
-
-    dma_bytes: from this size on a pair that does not convert goes by `copy_`, on CUDA a driver memcpy (the
-        design of pull request 28465), and so does one that is alone in its group. None: neither.
+    From `dma_bytes` on a pair that does not convert goes by `copy_`, on CUDA a driver memcpy (pull request
+    28465), and so does one that is alone in its group. None: neither.
     """
     groups: dict[tuple, list] = {}
-    alone: list[tuple] = []
-    written = {place(dst): (dst, src) for dst, src in pairs if dst.numel()}
-    for dst, src in written.values():
+    alone = []
+    for dst, src in pairs:
+        key = (dst.device, dst.dtype, src.dtype)
         large = dma_bytes is not None and dst.nbytes >= dma_bytes and dst.dtype == src.dtype
         if large or not can_fuse(dst, src):
-            alone.append((dst, src))
-        else:
-            groups.setdefault((dst.device, dst.dtype, src.dtype), []).append((dst, src))
+            alone.append(Call("copy_", [dst], [src]))
+        elif dst.numel() > 0:
+            groups.setdefault(key, []).append((dst, src))
     calls = []
     for group in groups.values():
-        if dma_bytes is not None and len(group) == 1:
-            alone += group
-        else:
-            dsts, srcs = zip(*group)
-            calls.append(Call("foreach", dsts, srcs))
-    return calls + [Call("copy_", [dst], [src]) for dst, src in alone]
+        dsts, srcs = zip(*group)
+        op = "copy_" if dma_bytes is not None and len(group) == 1 else "foreach"
+        calls.append(Call(op, dsts, srcs))
+    return calls + alone
 
 
 grouped_dma = partial(grouped, dma_bytes=DEFAULT_DMA_BYTES)
 
 
-def place(t: Tensor) -> tuple:
-    """What views of the same elements have in common."""
-    return t.untyped_storage()._cdata, t.storage_offset(), t.shape, t.stride(), t.dtype
-
-
 def can_fuse(dst: Tensor, src: Tensor) -> bool:
     """Whether the fused kernel takes the pair; else it would raise or, silently, loop over `copy_`.
 
-    The rules are those of `can_use_fast_route` (ForeachUtils.h). A source on `meta` stands for one to come.
+    Stricter than `can_use_fast_route` (ForeachUtils.h), which takes any equal strides without gaps. A source on
+    `meta` stands for one to come.
     """
-    lazy = any(t.is_conj() or t.is_neg() for t in (dst, src))
+    one_device = src.is_meta or src.device == dst.device
+    contiguous = dst.is_contiguous() and src.is_contiguous()
     built = {dst.dtype, src.dtype} <= FUSED_DTYPES
-    one_device = src.device == dst.device or src.is_meta
-    return built and one_device and not lazy and same_dense_layout(dst, src)
+    return one_device and contiguous and built and not is_lazy(dst) and not is_lazy(src)
 
 
-def same_dense_layout(dst: Tensor, src: Tensor) -> bool:
-    """Whether a pair lies in memory alike, without gaps or repeats; dimensions of size 1 do not count."""
-    expected = 1
-    for dst_stride, src_stride, size in sorted(zip(dst.stride(), src.stride(), dst.shape)):
-        if size != 1 and not dst_stride == src_stride == expected:
-            return False
-        expected *= size
-    return True
+def is_lazy(t: Tensor) -> bool:
+    return t.is_conj() or t.is_neg()
 
 
 # Looked at in C, as everything that happens every step: Python would cost more than the copies.
@@ -145,10 +125,7 @@ class CopyPlan:
 
     A source of another dtype or strides, or with a conj or neg bit, is copied right: the step is grouped anew
     and `misses` counts it. `constants` are (destination, source) pairs that go along, rows of padding say.
-
-    Args:
-        route: from pairs to calls; of `lib.strategies.ROUTES`.
-        check: "full" also asks on every step where the sources lie (`check_pairs`), for finding faults.
+    `route` makes the calls (`lib.strategies.ROUTES`). `check="full"` asks on every step where sources lie, too.
 
     Raises ValueError for destinations and constants as `check_pairs`.
     """
@@ -156,24 +133,23 @@ class CopyPlan:
     def __init__(self, dsts, src_dtypes, names=None, constants=(), route=grouped_dma, check="step") -> None:
         self.route, self.check, self.misses = route, check, 0
         self.names = [*(names or range(len(dsts))), *("constant" for _ in constants)]
-        self.constants = [src for _, src in constants]
-        self.dsts = [dst.detach() for dst in [*dsts, *(dst for dst, _ in constants)]]
-        # As its own source a destination passes.
-        check_pairs(self.dsts, self.dsts[: len(dsts)] + self.constants, self.names)
-        self.planned = []
-        self.stand_ins = []
-        for dst, dtype in zip(dsts, src_dtypes, strict=True):
+        self.dsts = [dst.detach() for dst in dsts]
+        self.planned, self.stand_ins = [], []
+        for dst, dtype in zip(self.dsts, src_dtypes, strict=True):
             self.planned.append((Tensor, dst.shape, dtype, dst.device))
             self.stand_ins.append(torch.empty(dst.shape, dtype=dtype, device="meta"))
         self.maybe_lazy = [i for i, t in enumerate(src_dtypes) if t.is_floating_point or t.is_complex]
-        every = self.stand_ins + self.constants
+        self.constants = [src for _, src in constants]
+        own = self.dsts + self.constants  # as its own source a destination passes
+        self.dsts += [dst.detach() for dst, _ in constants]
+        check_pairs(self.dsts, own, self.names)
+        every, self.kept = self.stand_ins + self.constants, []
         index = {id(src): i for i, src in enumerate(every)}
-        self.kept = []
-        for call in route(zip(self.dsts, every)):
+        for call in route(self._pairs(every)):
             picks = [index[id(src)] for src in call.srcs]
             if len(picks) == 1:  # a getter of one index would not return a sequence
                 picks = [slice(picks[0], picks[0] + 1)]
-            self.kept.append((call.op, call.dsts, itemgetter(*picks), call.kept))
+            self.kept.append((call, itemgetter(*picks)))
 
     def __call__(self, srcs: Tensors) -> None:
         """Raises ValueError for no tensor, another shape or device; nothing has been written then."""
@@ -185,40 +161,43 @@ class CopyPlan:
             return self.bound(self.stand_ins)
         as_planned = self._as_planned(srcs)
         every = [*srcs, *self.constants]
-        if not as_planned or self.check == "full":
+        if self.check == "full" or not as_planned:
             check_pairs(self.dsts, every, self.names)
         if as_planned:
             return self.bound(srcs)
         self.misses += 1
-        return self.route(zip(self.dsts, every))
+        return self.route(self._pairs(every))
+
+    def _pairs(self, every: Tensors) -> list[tuple]:
+        """Of a destination listed twice only the later pair, as a loop would leave it."""
+        pairs = []
+        for i, dst in enumerate(self.dsts):
+            if not any(map(dst.is_set_to, self.dsts[i + 1 :])):
+                pairs.append((dst, every[i]))
+        return pairs
 
     def bound(self, srcs: Tensors) -> list[Call]:
         """The planned calls with these sources, unchecked: for a caller who knows them."""
         every = [*srcs, *self.constants]
-        return [Call(op, dsts, pick(every), 0, kept) for op, dsts, pick, kept in self.kept]
+        return [Call(call.op, call.dsts, pick(every), 0, call.kept) for call, pick in self.kept]
 
     def _as_planned(self, srcs: Tensors) -> bool:
         try:
-            if list(map(PLANNED, srcs)) != self.planned:
-                return False
-            lazy = any(srcs[i].is_neg() or srcs[i].is_conj() for i in self.maybe_lazy)
-            return not lazy and all(map(Tensor.is_contiguous, srcs))
+            same = list(map(PLANNED, srcs)) == self.planned and all(map(Tensor.is_contiguous, srcs))
         except (AttributeError, RuntimeError):  # no tensor at all, or a sparse one
             return False
+        return same and not any(is_lazy(srcs[i]) for i in self.maybe_lazy)
 
 
 @dataclass(frozen=True)
 class StaticInput:
-    """A static buffer: `rows` a request along `dim`; `pad` in rows of padding, None where nobody reads them.
-
-    fill_if_missing: where the field does not come, its rows hold `pad`, too.
-    """
+    """A static buffer: `rows` a request along `dim`; `pad` in rows of padding, None where nobody reads them."""
 
     buffer: Tensor
     rows: int = 1
     pad: float | None = None
     required: bool = True
-    fill_if_missing: bool = False
+    fill_if_missing: bool = False  # `pad` in its rows, too, where the field does not come
     dim: int = 0
 
     def between(self, first: int, end: int) -> Tensor:
@@ -229,17 +208,18 @@ class StaticInput:
 class ReplayCopies:
     """All input copies of a graph runner: a plan for each batch size and set of fields, made on first use.
 
-    Padding is written every step, in the groups: engines share buffers and graphs write into inputs. pad_to:
-    "captured", the rows that a graph reads, or "buffer", as SGLang. pads_stay: leave it out, it is there.
+    Padding is written every step, in the groups: engines share buffers and graphs write into inputs. It reaches
+    to the rows that the graph reads or, `pad_to="buffer"`, as far as SGLang's. `pads_stay` leaves it out.
     """
 
     def __init__(self, fields, pad_to="captured", pads_stay=False, route=grouped_dma, check="step") -> None:
         self.fields: dict[str, StaticInput] = dict(fields)
-        self.pad_to, self.pads_stay, self.route, self.check = pad_to, pads_stay, route, check
+        self.pad_to, self.pads_stay = pad_to, pads_stay
+        self.make_plan = partial(CopyPlan, route=route, check=check)
         self.plans: dict[tuple, CopyPlan] = {}
 
     def __call__(self, inputs: Inputs, batch_size: int, captured: int) -> None:
-        """Fill the buffers of a graph captured for `captured` requests; None: a field that does not come.
+        """Fill the buffers of a graph for `captured` requests; None is a field that does not come.
 
         Raises ValueError, naming the field that is unknown, missing or not as planned; nothing is written.
         """
@@ -259,27 +239,26 @@ class ReplayCopies:
             self._plan(buffers, batch_size, captured)
 
     def _plan(self, given: Inputs, batch_size: int, captured: int) -> CopyPlan:
-        dsts, dtypes, pads = [], [], []
         for name, src in given.items():
             if name not in self.fields or not isinstance(src, Tensor):
-                raise ValueError(f"{name}: expected a tensor, one of {list(self.fields)}, got {type(src)}")
+                raise ValueError(f"{name}: expected a tensor for one of {list(self.fields)}, got {type(src)}")
+        pads = []
         for name, field in self.fields.items():
             if field.required and name not in given:
                 raise ValueError(f"{name}: required field is missing")
             capacity = field.buffer.shape[field.dim] // field.rows
             if not 0 < batch_size <= captured <= capacity:
                 raise ValueError(f"{name}: expected 1 to {capacity} requests, got {batch_size} of {captured}")
-            end = capacity if self.pad_to == "buffer" else captured
             first = 0 if field.fill_if_missing and name not in given else batch_size
+            end = capacity if self.pad_to == "buffer" else captured
             rows = field.between(first, batch_size if self.pads_stay else end)
             if field.pad is not None:
                 dtype = given.get(name, rows).dtype
                 pads.append((rows, torch.full_like(rows, field.pad, dtype=dtype)))
+        dsts = [self.fields[name].between(0, batch_size) for name in given]
         if len(self.plans) >= MAX_PLANS:
             self.plans.clear()
-        dsts = [self.fields[name].between(0, batch_size) for name in given]
-        dtypes = [src.dtype for src in given.values()]
-        plan = CopyPlan(dsts, dtypes, given, pads, self.route, self.check)
+        plan = self.make_plan(dsts, [src.dtype for src in given.values()], given, pads)
         self.plans[batch_size, captured, *given] = plan
         return plan
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lib.copies import DEFAULT_DMA_BYTES, FUSED_DTYPES, Call, can_fuse, place, same_dense_layout
+from lib.copies import DEFAULT_DMA_BYTES, FUSED_DTYPES, Call, can_fuse
 
 MEMCPY, KERNEL, GRAPH = "cudaMemcpyAsync", "cudaLaunchKernel", "cudaGraphLaunch"
 CALL_FIGURES = {MEMCPY: "host_memcpy_us", KERNEL: "host_launch_us", GRAPH: "host_graph_us"}
@@ -156,7 +156,7 @@ def copy_launches(dst: Tensor, src: Tensor) -> list[Launch]:
     found = obstacles(dst, src)
     if found:
         return [Launch("elementwise", 1, dst.nbytes, "; ".join(found))]
-    if place(dst) == place(src):
+    if dst.is_set_to(src):
         return []
     return [Launch("memcpy", 1, dst.nbytes, "same dtype, both contiguous")]
 
@@ -198,6 +198,16 @@ def slow_because(dsts: Sequence[Tensor], srcs: Sequence[Tensor]) -> str | None:
         if dst.shape != src.shape or not same_dense_layout(dst, src):
             return f"pair {i}: shapes {tuple(dst.shape)}, {tuple(src.shape)}, strides {dst.stride()}, {src.stride()}"
     return None
+
+
+def same_dense_layout(dst: Tensor, src: Tensor) -> bool:
+    """Whether a pair lies in memory alike, without gaps or repeats; dimensions of size 1 do not count."""
+    expected = 1
+    for dst_stride, src_stride, size in sorted(zip(dst.stride(), src.stride(), dst.shape)):
+        if size != 1 and not dst_stride == src_stride == expected:
+            return False
+        expected *= size
+    return True
 
 
 def chunked_launches(dsts: Sequence[Tensor], limits: ForeachLimits) -> list[Launch]:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from lib.checks import check_pairs
-from lib.copies import DEFAULT_DMA_BYTES, FUSED_DTYPES, Call, grouped, grouped_dma, place, same_dense_layout
+from lib.copies import DEFAULT_DMA_BYTES, FUSED_DTYPES, Call, grouped, grouped_dma
 from lib.fused import MAX_PAIRS, FusedLaunch, describe
+from lib.launches import obstacles
 
 Pair = tuple[Tensor, Tensor]
 
@@ -113,8 +114,8 @@ def fused(step: Step) -> list[Call]:
 def fused_pairs(pairs: Iterable[Pair]) -> list[Call]:
     """One kernel for up to 32 pairs; `copy_` for what it does not take and for large ones that need no kernel."""
     taken, left = [], []
-    for dst, src in {place(dst): (dst, src) for dst, src in pairs if dst.numel()}.values():
-        memcpy = dst.nbytes >= DEFAULT_DMA_BYTES and dst.dtype == src.dtype and same_dense_layout(dst, src)
+    for dst, src in pairs:
+        memcpy = dst.nbytes >= DEFAULT_DMA_BYTES and not obstacles(dst, src)
         fits = not memcpy and describe(dst, src) is not None
         (taken if fits else left).append((dst, src))
     chunks = [taken[i : i + MAX_PAIRS] for i in range(0, len(taken), MAX_PAIRS)]
