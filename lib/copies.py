@@ -132,7 +132,7 @@ class CopyPlan:
 
     def __init__(self, dsts, src_dtypes, names=None, constants=(), route=grouped_dma, check="step") -> None:
         self.route, self.check, self.misses = route, check, 0
-        self.names = [*(names or range(len(dsts))), *("constant" for _ in constants)]
+        self.names = [*(names or map(str, range(len(dsts)))), *("constant" for _ in constants)]
         self.dsts = [dst.detach() for dst in dsts]
         self.planned, self.stand_ins = [], []
         for dst, dtype in zip(self.dsts, src_dtypes, strict=True):

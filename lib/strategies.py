@@ -38,10 +38,10 @@ class Step:
         """A step without padding; a pair from `DEFAULT_DMA_BYTES` on is large. Raises as `check_pairs`."""
         check_pairs(dsts, srcs, names)
         step = cls()
-        names = [f"pair {i}" for i in range(len(dsts))] if names is None else names
-        for name, dst, src in zip(names, dsts, srcs):
-            kind = step.large if dst.nbytes >= DEFAULT_DMA_BYTES else step.small
-            kind[name] = (dst, src)
+        for i, (dst, src) in enumerate(zip(dsts, srcs)):
+            name = names[i] if names else f"pair {i}"
+            fields = step.large if dst.nbytes >= DEFAULT_DMA_BYTES else step.small
+            fields[name] = (dst, src)
         return step
 
     @property
@@ -50,7 +50,7 @@ class Step:
 
 
 def fills(step: Step) -> list[Call]:
-    return [Call("fill_", [dst], value=value) for dst, value in step.fills]
+    return [Call("fill_", [buffer], value=value) for buffer, value in step.fills]
 
 
 def copies(pairs: Iterable[Pair]) -> list[Call]:
@@ -68,7 +68,8 @@ def uint8_view(step: Step) -> list[Call]:
     Raises, with the field's name and before anything is written: RuntimeError where PyTorch cannot view a
     tensor as bytes (a last stride other than 1, a 0-dim tensor), ValueError for a pair that converts.
     """
-    dsts, srcs = [], []
+    dsts = []
+    srcs = []
     for name, (dst, src) in step.small.items():
         if dst.dtype != src.dtype:
             raise ValueError(f"{name}: bytes cannot convert, expected {dst.dtype}, got {src.dtype}")
@@ -77,8 +78,8 @@ def uint8_view(step: Step) -> list[Call]:
             srcs.append(src.view(torch.uint8))
         except RuntimeError as error:
             raise RuntimeError(f"{name}: {error}") from error
-    one = [Call("foreach", dsts, srcs)] if dsts else []
-    return fills(step) + one + copies(step.large.values())
+    together = [Call("foreach", dsts, srcs)] if dsts else []
+    return fills(step) + together + copies(step.large.values())
 
 
 def grouped_foreach(step: Step) -> list[Call]:
@@ -88,38 +89,42 @@ def grouped_foreach(step: Step) -> list[Call]:
 
 def grouped_foreach_dma(step: Step, dma_bytes: int = DEFAULT_DMA_BYTES) -> list[Call]:
     """Small fields grouped, the rest by `copy_`: the design of pull request 28465."""
-    return fills(step) + grouped(step.small.values(), dma_bytes) + copies(step.large.values())
+    small = grouped(step.small.values(), dma_bytes)
+    return fills(step) + small + copies(step.large.values())
 
 
 def small_copy(step: Step) -> list[Call]:
     """SGLang since 0.5.21: one Triton kernel for all small fields where it takes them, else groups."""
     pairs = list(step.small.values())
     if takes_small_copy(pairs):
-        first = [fused_call(pairs)]
+        small = [fused_call(pairs)]
     else:
-        first = grouped(pairs)
-    return fills(step) + first + copies(step.large.values())
+        small = grouped(pairs)
+    return fills(step) + small + copies(step.large.values())
 
 
 def copy_plan(step: Step) -> list[Call]:
-    """The same with padding in the groups, as a `CopyPlan` keeps it."""
+    """As grouped_foreach_dma, with padding in the groups: the calls that a `CopyPlan` keeps."""
     return grouped_dma(step.pairs + step.pads)
 
 
 def fused(step: Step) -> list[Call]:
-    """One Triton kernel for small fields of any dtypes and layouts, and their padding (lib/fused.py)."""
+    """One Triton kernel for fields of any dtypes and layouts, and their padding: lib/fused.py."""
     return fused_pairs(step.pairs + step.pads)
 
 
 def fused_pairs(pairs: Iterable[Pair]) -> list[Call]:
-    """One kernel for up to 32 pairs; `copy_` for what it does not take and for large ones that need no kernel."""
-    taken, left = [], []
+    """A kernel for each 32 pairs; `copy_` for what it does not take, and for a large memcpy."""
+    taken = []
+    left = []
     for dst, src in pairs:
         memcpy = dst.nbytes >= DEFAULT_DMA_BYTES and not obstacles(dst, src)
-        fits = not memcpy and describe(dst, src) is not None
-        (taken if fits else left).append((dst, src))
-    chunks = [taken[i : i + MAX_PAIRS] for i in range(0, len(taken), MAX_PAIRS)]
-    return [fused_call(chunk) for chunk in chunks] + copies(left)
+        if memcpy or describe(dst, src) is None:
+            left.append((dst, src))
+        else:
+            taken.append((dst, src))
+    starts = range(0, len(taken), MAX_PAIRS)
+    return [fused_call(taken[i : i + MAX_PAIRS]) for i in starts] + copies(left)
 
 
 def fused_call(pairs: Sequence[Pair]) -> Call:
@@ -134,26 +139,30 @@ SMALL_COPY_ELEMENTS = 8192
 
 
 def takes_small_copy(pairs: Sequence[Pair]) -> bool:
-    """Whether SGLang's kernel takes all of these pairs: it is all or none. Overlap is left to `check_pairs`."""
-    return len(pairs) > 1 and all(takes_small_pair(dst, src, pairs[0][0].device) for dst, src in pairs)
+    """Whether SGLang's kernel takes these pairs, all or none. Overlap is left to `check_pairs`."""
+    devices = {dst.device for dst, _ in pairs}
+    return len(pairs) > 1 and len(devices) == 1 and all(takes_small_pair(dst, src) for dst, src in pairs)
 
 
-def takes_small_pair(dst: Tensor, src: Tensor, device: torch.device) -> bool:
-    """Equal dtypes or int32 <-> int64, one or two dimensions, rows of the destination one after the other."""
+def takes_small_pair(dst: Tensor, src: Tensor) -> bool:
+    """Equal dtypes or int32 <-> int64, one or two dimensions, a destination that runs forward in memory."""
     dtypes = {dst.dtype, src.dtype}
-    if not dtypes <= SMALL_COPY_DTYPES or not (len(dtypes) == 1 or dtypes <= SMALL_COPY_CONVERTS):
+    if not dtypes <= SMALL_COPY_DTYPES:
         return False
-    if dst.device != device or src.device != device or dst.shape != src.shape:
+    if len(dtypes) == 2 and dtypes != SMALL_COPY_CONVERTS:
+        return False
+    if dst.device != src.device or dst.shape != src.shape:
         return False
     if dst.dim() not in (1, 2) or dst.numel() > SMALL_COPY_ELEMENTS:
         return False
-    if dst.is_neg() or src.is_neg() or dst.requires_grad or src.requires_grad:
+    if any(tensor.is_neg() or tensor.requires_grad for tensor in (dst, src)):
         return False
-    inner = dst.stride(-1)
-    return inner > 0 and (dst.dim() == 1 or dst.stride(0) >= max(dst.shape[-1], 1) * inner)
+    *outer, inner = dst.stride()
+    width = max(dst.shape[-1], 1)
+    return inner > 0 and all(stride >= width * inner for stride in outer)
 
 
-ROUTES: dict[str, Callable[[Iterable[Pair]], list[Call]]] = {"copy_plan": grouped_dma, "fused": fused_pairs}
+ROUTES: dict[str, Callable] = {"copy_plan": grouped_dma, "fused": fused_pairs}
 
 STRATEGIES: dict[str, Callable[[Step], list[Call]]] = {
     "per_copy": per_copy,
