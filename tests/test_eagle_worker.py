@@ -70,7 +70,7 @@ class Compared:
     A replay may be repeated: it writes the same keys and values to the same slots, and reads no others.
     """
 
-    fixed = False  # the strategies compared take sources anywhere
+    placed = False  # the strategies compared take sources anywhere
 
     def __init__(self, runner, every: int):
         self.runner, self.every, self.calls, self.compared, self.sizes = runner, every, 0, 0, set()
@@ -247,8 +247,8 @@ def test_running_out_of_slots_is_an_error_before_anything_is_written():
                 [list(r.output) for r in requests],
                 [list(r.slots) for r in requests],
                 sorted(worker.kv_slots.free_slots),
-                worker.draft_model.kv.k.clone(),
-                worker.target_kv.k.clone(),
+                worker.draft_model.kv.clone(),
+                worker.target_kv.clone(),
                 worker.draft_model.req_to_token.clone(),
             )
             worker.step()
@@ -256,8 +256,8 @@ def test_running_out_of_slots_is_an_error_before_anything_is_written():
         [list(r.output) for r in requests],
         [list(r.slots) for r in requests],
         sorted(worker.kv_slots.free_slots),
-        worker.draft_model.kv.k,
-        worker.target_kv.k,
+        worker.draft_model.kv,
+        worker.target_kv,
         worker.draft_model.req_to_token,
     )
     assert after[:3] == before[:3]

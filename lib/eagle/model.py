@@ -36,10 +36,10 @@ def causal_attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def kv_pool(config: EagleConfig, layers: int, device: Device) -> Tensor:
+def kv_pool(config: EagleConfig, layers: int, device: str | torch.device) -> Tensor:
     """Keys, then values, of every slot: (layers, slots, 2 * H). Slot 0 takes the writes of padding."""
-    width = 2 * config.hidden_size
-    return torch.zeros(layers, config.kv_slots, width, dtype=config.dtype, device=device)
+    shape = (layers, config.kv_slots, 2 * config.hidden_size)
+    return torch.zeros(shape, dtype=config.dtype, device=device)
 
 
 @dataclass
@@ -114,10 +114,9 @@ class DecoderLayer(nn.Module):
         self.down = nn.Linear(inner, hidden, bias=False)
 
     def forward(self, x: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        qkv = split_heads(self.qkv(self.attn_norm(x)), 3 * self.heads)
-        qk, v = qkv.tensor_split((2 * self.heads,), dim=1)
-        q, k = rotate(qk, positions).chunk(2, dim=1)
-        mixed = attention(self.index, q, k, v)
+        qkv = self.qkv(self.attn_norm(x))
+        q, k, v = split_heads(qkv, 3 * self.heads).chunk(3, dim=1)
+        mixed = attention(self.index, rotate(q, positions), rotate(k, positions), v)
         x = x + self.out(join_heads(mixed))
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
         return x + self.down(F.silu(gate) * up)
@@ -142,18 +141,25 @@ class TargetModel(nn.Module):
 
 
 class EagleHead(nn.Module):
-    """The draft model, between the target's embedding and the target's LM head."""
+    """The draft model. Embedding and LM head are the target's, neither trained nor stored with it."""
 
-    def __init__(self, config: EagleConfig) -> None:
+    def __init__(self, config: EagleConfig, target: TargetModel) -> None:
         super().__init__()
         hidden = config.hidden_size
+        self.shared = (target.embed, target.lm_head)  # a tuple keeps them out of the head's own parameters
         self.fc = nn.Linear(2 * hidden, hidden, bias=False)
         self.layer = DecoderLayer(config, 0)
 
-    def forward(self, embedded: Tensor, hidden: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        """Embedded tokens and hidden (B, T, H), positions (B, T) -> features (B, T, H)."""
-        pair = torch.cat((embedded, hidden), dim=-1)
+    def forward(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+        """tokens, positions (B, T), hidden (B, T, H) -> features (B, T, H)."""
+        embed, _ = self.shared
+        pair = torch.cat((embed(tokens), hidden), dim=-1)
         return self.layer(self.fc(pair), positions, attention)
+
+    def logits(self, features: Tensor) -> Tensor:
+        """(..., H) -> (..., V)."""
+        _, lm_head = self.shared
+        return lm_head(features)
 
 
 @dataclass
@@ -186,17 +192,17 @@ class DraftModel:
         generator = torch.Generator(device).manual_seed(seed)
         with torch.device("meta"):  # no time for initial values that are thrown away
             target = TargetModel(config)
-            head = EagleHead(config)
-        for module in (target.embed, target.lm_head, head):
-            module.to(config.dtype).to_empty(device=device).requires_grad_(False)
-            for weight in module.parameters():
-                if weight.dim() == 1:  # of a norm
-                    weight.fill_(1)
-                else:
-                    weight.normal_(std=weight.shape[1] ** -0.5, generator=generator)
+            head = EagleHead(config, target)
+        modules = nn.ModuleList((target.embed, target.lm_head, head))
+        modules.to(config.dtype).to_empty(device=device).requires_grad_(False)
+        for weight in modules.parameters():
+            if weight.dim() == 1:  # of a norm
+                weight.fill_(1)
+            else:
+                weight.normal_(std=weight.shape[1] ** -0.5, generator=generator)
         kv = kv_pool(config, layers=1, device=device)
         kv[:, 1:].normal_(generator=generator)
-        return cls(config, target, head, kv, req_to_token)
+        return cls(config, head, kv, req_to_token)
 
 
 class DraftOutput(NamedTuple):
@@ -218,21 +224,21 @@ def draft_forward(model: DraftModel, inputs: dict[str, Tensor]) -> DraftOutput:
     config, device = model.config, model.kv.device
     tokens, scores = inputs["topk_index"], inputs["topk_p"]
     bs, k = tokens.shape
-    positions = inputs["positions"].view(bs, k)
     lane_slots = inputs["out_cache_loc"].view(bs, k, -1)
+    positions = inputs["positions"].view(bs, k)
+    hidden = inputs["hidden_states"][:, None].expand(-1, k, -1)
     # What lanes read (bs, C) and which of it each sees (bs, k, C): the prefix, then level by level.
     slots, seen = prefix_slots(model.req_to_token, inputs["req_pool_indices"], inputs["seq_lens"], k)
     itself = torch.eye(k, dtype=torch.bool, device=device).expand(bs, k, k)
 
-    lane_tokens, lane_scores = tokens, scores
-    hidden = inputs["hidden_states"][:, None].expand(-1, k, -1)
-    parents = torch.arange(-1, k, device=device).expand(bs, -1)
+    level_tokens, level_scores = [tokens], [scores]
+    parents = [torch.arange(-1, k, device=device).expand(bs, -1)]
     for level in range(config.num_steps - 1):
         if level > 0:
             # The k best of the k * k children take over the lanes; a child sees what its parent saw.
-            lane_scores, best = path_scores.topk(k)
-            lane_tokens = children.gather(1, best)
-            parents = torch.cat((parents, best + k + (level - 1) * k * k), dim=1)
+            scores, best = level_scores[-1].topk(k)
+            tokens = level_tokens[-1].gather(1, best)
+            parents.append(best + k + (level - 1) * k * k)
             lane = best[..., None] // k
             hidden = hidden.take_along_dim(lane, dim=1)
             seen = seen.take_along_dim(lane, dim=1)
@@ -240,18 +246,18 @@ def draft_forward(model: DraftModel, inputs: dict[str, Tensor]) -> DraftOutput:
         slots = torch.cat((slots, write_slots), dim=1)
         seen = torch.cat((seen, itself), dim=2)
         attention = PoolAttention(model.kv, write_slots, slots, seen)
-        embedded = model.target.embed(lane_tokens)
-        hidden = model.head(embedded, hidden, positions + level, attention)
-        probabilities, children = first_level(model.target.lm_head(hidden), k)
-        children = children.flatten(1)
-        path_scores = (lane_scores[..., None] * probabilities).flatten(1)
-        tokens = torch.cat((tokens, children), dim=1)
-        scores = torch.cat((scores, path_scores), dim=1)
+        hidden = model.head(tokens, hidden, positions + level, attention)
+        child_p, child = first_level(model.head.logits(hidden), k)
+        path_p = scores[..., None] * child_p
+        level_scores.append(path_p.flatten(1))
+        level_tokens.append(child.flatten(1))
 
+    scores = torch.cat(level_scores, dim=1)
     # A stable sort: at equal scores the parent comes first, so that no chosen node lacks its parent.
     ranked = scores.argsort(dim=1, descending=True, stable=True)
     chosen = ranked[:, : config.num_draft_tokens - 1].sort().values
-    return DraftOutput(parents, chosen, tokens.gather(1, chosen), scores)
+    chosen_tokens = torch.cat(level_tokens, dim=1).gather(1, chosen)
+    return DraftOutput(torch.cat(parents, dim=1), chosen, chosen_tokens, scores)
 
 
 class DraftExtendOutput(NamedTuple):
@@ -279,7 +285,7 @@ def draft_extend_forward(model: DraftModel, inputs: dict[str, Tensor]) -> DraftE
     mask = columns <= last_seen[..., None]
     write_slots = inputs["out_cache_loc"].view(-1, w)
     hidden = model.head(
-        model.target.embed(inputs["input_ids"].view(-1, w)),
+        inputs["input_ids"].view(-1, w),
         inputs["hidden_states"].unflatten(0, (-1, w)),
         inputs["positions"].view(-1, w),
         PoolAttention(model.kv, write_slots, slots, mask),
@@ -287,7 +293,7 @@ def draft_extend_forward(model: DraftModel, inputs: dict[str, Tensor]) -> DraftE
     hidden = hidden.flatten(0, 1)
     if "select_index" in inputs:
         hidden = hidden[inputs["select_index"]]
-    logits = model.target.lm_head(hidden)
+    logits = model.head.logits(hidden)
     topk_p, topk_index = first_level(logits, model.config.topk)
     return DraftExtendOutput(logits, hidden, topk_p, topk_index)
 
@@ -309,7 +315,7 @@ def load_trained(
             f"{path}: truncated or altered, expected SHA-256 {expected}, got {found} of {len(data)} bytes"
         )
     target = TargetModel(config)
-    head = EagleHead(config)
+    head = EagleHead(config, target)
     models = nn.ModuleDict({"target": target, "head": head})
     models.load_state_dict(safetensors.torch.load(data))
     models.to(device, config.dtype).requires_grad_(False).eval()
@@ -318,5 +324,5 @@ def load_trained(
 
 def load_prompts() -> list[list[int]]:
     """The held-out prompts of data/models: starts of lines, cut at ragged lengths, as bytes."""
-    lines = (TRAINED / "prompts.txt").read_bytes().splitlines()
+    lines = (directory / "prompts.txt").read_bytes().splitlines()
     return [list(b"\n" + line) for line in lines]
