@@ -32,9 +32,9 @@ def plain_head(target, head, text, drafted=()):
     hidden = target(torch.tensor([text[:-1]]), positions[:, :n], causal_attention)
     tokens = torch.tensor([text[1:] + list(drafted)])
     for end in range(n, n + len(drafted) + 1):
-        features = head(tokens[:, :end], hidden, positions[:, :end], causal_attention)
+        features = head(target.embed(tokens[:, :end]), hidden, positions[:, :end], causal_attention)
         hidden = torch.cat((hidden, features[:, -1:]), dim=1)  # its own predicted feature fed back
-    return head.logits(features)[0]
+    return target.lm_head(features)[0]
 
 
 def beam_paths(out, request: int, topk: int, num_steps: int) -> list[list[list[int]]]:
@@ -136,7 +136,7 @@ def test_tree_and_acceptance_against_a_walk(topk, num_steps, seed, sharp, data):
         num_draft_tokens=w, capture_batch_sizes=(4,), max_context_len=32, dtype=torch.float32,
     )  # fmt: skip
     model = DraftModel.random(config, seed=seed)
-    model.head.shared[1].weight.mul_(sharp)
+    model.target.lm_head.weight.mul_(sharp)
     batch = DraftBatch.random(config, 4, seed=seed)
     out = draft_forward(model, {f.name: getattr(batch, f.name) for f in config.table("draft")})
     root = torch.randint(0, 3, (4,), generator=torch.Generator().manual_seed(seed))

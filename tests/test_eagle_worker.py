@@ -203,7 +203,6 @@ def small_models(topk: int = 4):
     torch.manual_seed(0)
     target = TargetModel(config).requires_grad_(False)
     head = DraftModel.random(config).head
-    head.shared = (target.embed, target.lm_head)
     return config, target, head
 
 

@@ -147,8 +147,8 @@ def train_head(target: TargetModel, head: EagleHead, data: torch.Tensor, log: li
         wanted, goal, hidden = logits[:, 1:].softmax(-1), features[:, 1:], features[:, :-1]
         attention, losses = UnrolledAttention(), []
         for depth in range(UNROLL):
-            predicted = head(tokens[:, 1:], hidden, positions, attention)
-            drafted = head.logits(predicted)
+            predicted = head(target.embed(tokens[:, 1:]), hidden, positions, attention)
+            drafted = target.lm_head(predicted)
             hidden = shift(predicted, 1)  # its own feature fed back
             rows = slice(depth, None)  # earlier rows have no pass before to take a feature from
             soft = -(wanted * drafted.log_softmax(-1)).sum(-1)[:, rows].mean()
@@ -185,7 +185,7 @@ def main() -> None:
     torch.set_num_threads(1)
     config = EagleConfig.tiny(dtype=torch.float32)
     target = TargetModel(config)
-    head = EagleHead(config, target)
+    head = EagleHead(config)
     for p in (*target.parameters(), *head.parameters()):
         if p.dim() == 2:
             torch.nn.init.normal_(p, std=0.02 if p is target.embed.weight else p.shape[1] ** -0.5)

@@ -10,9 +10,10 @@ In shapes: B rows of T tokens, H hidden size, V vocabulary; bs requests, k top-k
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import safetensors.torch
 import torch
@@ -25,10 +26,8 @@ from lib.eagle.fields import EagleConfig, first_level
 TRAINED = Path(__file__).parents[2] / "data/models"
 
 
-class Attention(Protocol):
-    """How a layer reaches keys and values: (layer, q, k, v), all (B, heads, T, head_dim), to mixed values."""
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
+# How a layer reaches keys and values: (layer, q, k, v), all (B, heads, T, head_dim), to mixed values.
+Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 def causal_attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -36,10 +35,10 @@ def causal_attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def kv_pool(config: EagleConfig, layers: int, device: str | torch.device) -> Tensor:
+def kv_pool(config: EagleConfig, layers: int, device: Device) -> Tensor:
     """Keys, then values, of every slot: (layers, slots, 2 * H). Slot 0 takes the writes of padding."""
-    shape = (layers, config.kv_slots, 2 * config.hidden_size)
-    return torch.zeros(shape, dtype=config.dtype, device=device)
+    width = 2 * config.hidden_size
+    return torch.zeros(layers, config.kv_slots, width, dtype=config.dtype, device=device)
 
 
 @dataclass
@@ -114,9 +113,10 @@ class DecoderLayer(nn.Module):
         self.down = nn.Linear(inner, hidden, bias=False)
 
     def forward(self, x: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        qkv = self.qkv(self.attn_norm(x))
-        q, k, v = split_heads(qkv, 3 * self.heads).chunk(3, dim=1)
-        mixed = attention(self.index, rotate(q, positions), rotate(k, positions), v)
+        qkv = split_heads(self.qkv(self.attn_norm(x)), 3 * self.heads)
+        qk, v = qkv.tensor_split((2 * self.heads,), dim=1)
+        q, k = rotate(qk, positions).chunk(2, dim=1)
+        mixed = attention(self.index, q, k, v)
         x = x + self.out(join_heads(mixed))
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
         return x + self.down(F.silu(gate) * up)
@@ -141,25 +141,18 @@ class TargetModel(nn.Module):
 
 
 class EagleHead(nn.Module):
-    """The draft model. Embedding and LM head are the target's, neither trained nor stored with it."""
+    """The draft model, between the target's embedding and the target's LM head."""
 
-    def __init__(self, config: EagleConfig, target: TargetModel) -> None:
+    def __init__(self, config: EagleConfig) -> None:
         super().__init__()
         hidden = config.hidden_size
-        self.shared = (target.embed, target.lm_head)  # a tuple keeps them out of the head's own parameters
         self.fc = nn.Linear(2 * hidden, hidden, bias=False)
         self.layer = DecoderLayer(config, 0)
 
-    def forward(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        """tokens, positions (B, T), hidden (B, T, H) -> features (B, T, H)."""
-        embed, _ = self.shared
-        pair = torch.cat((embed(tokens), hidden), dim=-1)
+    def forward(self, embedded: Tensor, hidden: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+        """Embedded tokens and hidden (B, T, H), positions (B, T) -> features (B, T, H)."""
+        pair = torch.cat((embedded, hidden), dim=-1)
         return self.layer(self.fc(pair), positions, attention)
-
-    def logits(self, features: Tensor) -> Tensor:
-        """(..., H) -> (..., V)."""
-        _, lm_head = self.shared
-        return lm_head(features)
 
 
 @dataclass
@@ -192,17 +185,17 @@ class DraftModel:
         generator = torch.Generator(device).manual_seed(seed)
         with torch.device("meta"):  # no time for initial values that are thrown away
             target = TargetModel(config)
-            head = EagleHead(config, target)
-        modules = nn.ModuleList((target.embed, target.lm_head, head))
-        modules.to(config.dtype).to_empty(device=device).requires_grad_(False)
-        for weight in modules.parameters():
-            if weight.dim() == 1:  # of a norm
-                weight.fill_(1)
-            else:
-                weight.normal_(std=weight.shape[1] ** -0.5, generator=generator)
+            head = EagleHead(config)
+        for module in (target.embed, target.lm_head, head):
+            module.to(config.dtype).to_empty(device=device).requires_grad_(False)
+            for weight in module.parameters():
+                if weight.dim() == 1:  # of a norm
+                    weight.fill_(1)
+                else:
+                    weight.normal_(std=weight.shape[1] ** -0.5, generator=generator)
         kv = kv_pool(config, layers=1, device=device)
         kv[:, 1:].normal_(generator=generator)
-        return cls(config, head, kv, req_to_token)
+        return cls(config, target, head, kv, req_to_token)
 
 
 class DraftOutput(NamedTuple):
@@ -221,24 +214,27 @@ def draft_forward(model: DraftModel, inputs: dict[str, Tensor]) -> DraftOutput:
     A branch sees the committed prefix and its true ancestors, wherever their lanes were (SGLang's lanes keep
     their own history instead).
     """
-    config, device = model.config, model.kv.device
-    tokens, scores = inputs["topk_index"], inputs["topk_p"]
+    tokens, scores = inputs["topk_index"], inputs["topk_p"]  # of all candidates so far
     bs, k = tokens.shape
-    lane_slots = inputs["out_cache_loc"].view(bs, k, -1)
-    positions = inputs["positions"].view(bs, k)
-    hidden = inputs["hidden_states"][:, None].expand(-1, k, -1)
     # What lanes read (bs, C) and which of it each sees (bs, k, C): the prefix, then level by level.
     slots, seen = prefix_slots(model.req_to_token, inputs["req_pool_indices"], inputs["seq_lens"], k)
-    itself = torch.eye(k, dtype=torch.bool, device=device).expand(bs, k, k)
+    lane_slots = inputs["out_cache_loc"].view(bs, k, -1)
+    positions = inputs["positions"].view(bs, k)
+    itself = torch.eye(k, dtype=torch.bool, device=tokens.device)
+    itself = itself.expand(bs, k, k)
 
-    level_tokens, level_scores = [tokens], [scores]
-    parents = [torch.arange(-1, k, device=device).expand(bs, -1)]
-    for level in range(config.num_steps - 1):
+    lane_tokens = tokens
+    lane_scores = scores
+    hidden = inputs["hidden_states"][:, None].expand(-1, k, -1)
+    parents = torch.arange(-1, k, device=tokens.device)
+    parents = parents.expand(bs, -1)
+    for level in range(model.config.num_steps - 1):
         if level > 0:
-            # The k best of the k * k children take over the lanes; a child sees what its parent saw.
-            scores, best = level_scores[-1].topk(k)
-            tokens = level_tokens[-1].gather(1, best)
-            parents.append(best + k + (level - 1) * k * k)
+            # The k best of the last k * k candidates take over the lanes, and see what their parents saw.
+            first = scores.shape[1] - k * k
+            lane_scores, best = scores[:, first:].topk(k)
+            lane_tokens = tokens[:, first:].gather(1, best)
+            parents = torch.cat((parents, first + best), dim=1)
             lane = best[..., None] // k
             hidden = hidden.take_along_dim(lane, dim=1)
             seen = seen.take_along_dim(lane, dim=1)
@@ -246,18 +242,19 @@ def draft_forward(model: DraftModel, inputs: dict[str, Tensor]) -> DraftOutput:
         slots = torch.cat((slots, write_slots), dim=1)
         seen = torch.cat((seen, itself), dim=2)
         attention = PoolAttention(model.kv, write_slots, slots, seen)
-        hidden = model.head(tokens, hidden, positions + level, attention)
-        child_p, child = first_level(model.head.logits(hidden), k)
-        path_p = scores[..., None] * child_p
-        level_scores.append(path_p.flatten(1))
-        level_tokens.append(child.flatten(1))
+        embedded = model.target.embed(lane_tokens)
+        hidden = model.head(embedded, hidden, positions + level, attention)
+        logits = model.target.lm_head(hidden)
+        probabilities, children = first_level(logits, k)
+        path_scores = lane_scores[..., None] * probabilities
+        tokens = torch.cat((tokens, children.flatten(1)), dim=1)
+        scores = torch.cat((scores, path_scores.flatten(1)), dim=1)
 
-    scores = torch.cat(level_scores, dim=1)
     # A stable sort: at equal scores the parent comes first, so that no chosen node lacks its parent.
     ranked = scores.argsort(dim=1, descending=True, stable=True)
-    chosen = ranked[:, : config.num_draft_tokens - 1].sort().values
-    chosen_tokens = torch.cat(level_tokens, dim=1).gather(1, chosen)
-    return DraftOutput(torch.cat(parents, dim=1), chosen, chosen_tokens, scores)
+    best = ranked[:, : model.config.num_draft_tokens - 1]
+    chosen, _ = best.sort()
+    return DraftOutput(parents, chosen, tokens.gather(1, chosen), scores)
 
 
 class DraftExtendOutput(NamedTuple):
@@ -285,7 +282,7 @@ def draft_extend_forward(model: DraftModel, inputs: dict[str, Tensor]) -> DraftE
     mask = columns <= last_seen[..., None]
     write_slots = inputs["out_cache_loc"].view(-1, w)
     hidden = model.head(
-        inputs["input_ids"].view(-1, w),
+        model.target.embed(inputs["input_ids"].view(-1, w)),
         inputs["hidden_states"].unflatten(0, (-1, w)),
         inputs["positions"].view(-1, w),
         PoolAttention(model.kv, write_slots, slots, mask),
@@ -293,7 +290,7 @@ def draft_extend_forward(model: DraftModel, inputs: dict[str, Tensor]) -> DraftE
     hidden = hidden.flatten(0, 1)
     if "select_index" in inputs:
         hidden = hidden[inputs["select_index"]]
-    logits = model.head.logits(hidden)
+    logits = model.target.lm_head(hidden)
     topk_p, topk_index = first_level(logits, model.config.topk)
     return DraftExtendOutput(logits, hidden, topk_p, topk_index)
 
@@ -315,7 +312,7 @@ def load_trained(
             f"{path}: truncated or altered, expected SHA-256 {expected}, got {found} of {len(data)} bytes"
         )
     target = TargetModel(config)
-    head = EagleHead(config, target)
+    head = EagleHead(config)
     models = nn.ModuleDict({"target": target, "head": head})
     models.load_state_dict(safetensors.torch.load(data))
     models.to(device, config.dtype).requires_grad_(False).eval()
@@ -324,5 +321,5 @@ def load_trained(
 
 def load_prompts() -> list[list[int]]:
     """The held-out prompts of data/models: starts of lines, cut at ragged lengths, as bytes."""
-    lines = (directory / "prompts.txt").read_bytes().splitlines()
+    lines = (TRAINED / "prompts.txt").read_bytes().splitlines()
     return [list(b"\n" + line) for line in lines]

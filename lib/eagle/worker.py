@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.types import Device
 
 from lib.eagle.fields import Batch, DraftBatch, DraftExtendBatch, EagleConfig, first_level
 from lib.eagle.model import (
@@ -49,8 +50,7 @@ class SlotPool:
         free = len(self.free_slots)
         if count > free:
             raise PoolExhausted(f"{self.what}: {count} needed, {free} of {self.size - 1} free")
-        slots = self.free_slots[free - count :]
-        del self.free_slots[free - count :]
+        slots = [self.free_slots.pop() for _ in range(count)]
         self.used.update(slots)
         return slots
 
@@ -133,8 +133,8 @@ def accept_greedy(tree: Tree, predictions: Tensor) -> Tensor:
     They form one path: of siblings that carry the same token only the first counts.
     """
     agrees = tree.tokens == predictions.gather(1, tree.parents)
-    siblings = tree.parents[:, :, None] == tree.parents[:, None]
-    twins = siblings & (tree.tokens[:, :, None] == tree.tokens[:, None])
+    edges = (tree.parents << 32) + tree.tokens
+    twins = edges[:, None] == edges[..., None]
     agrees &= ~twins.tril(-1)[..., 1:].any(-1)
     agrees[:, 0] = True  # the root
     return (agrees[:, None] | ~tree.mask).all(-1)
@@ -159,7 +159,7 @@ class EagleWorker:
         target: TargetModel,
         head: EagleHead,
         strategy: str = "grouped_foreach_dma",
-        device: str | torch.device = "cpu",
+        device: Device = "cpu",
         **runner_options: bool,
     ) -> None:
         self.config = config
@@ -172,7 +172,8 @@ class EagleWorker:
         self.req_to_token = torch.zeros(
             self.req_slots.size, config.max_context_len, dtype=torch.int64, device=device
         )
-        self.draft_model = DraftModel(config, head, kv_pool(config, 1, device), self.req_to_token)
+        draft_kv = kv_pool(config, 1, device)
+        self.draft_model = DraftModel(config, target, head, draft_kv, self.req_to_token)
         shared = (config, strategy, device, self.draft_model)
         self.draft = EagleDraftCudaGraphRunner(*shared, **runner_options)
         self.extend = EagleDraftExtendCudaGraphRunner(*shared, **runner_options)
@@ -224,16 +225,17 @@ class EagleWorker:
         if self.running:
             slots = self.kv_slots.alloc(len(self.running) * self.slots_per_step)
             try:
-                rows, draft_inputs = self._speculate(slots)
+                rows, draft_input = self._speculate(slots)
+                rows = rows.tolist()  # the step's one synchronization with the device
             except BaseException:
                 self.kv_slots.free(slots)
                 raise
-            self._commit(slots, rows, draft_inputs)
+            self._commit(slots, rows, draft_input)
             finished += self._retire()
         return finished
 
     def _tensor(self, values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
+        return torch.tensor(values, device=self.device)
 
     @contextmanager
     def _span(self, name: str) -> Iterator[None]:
@@ -269,16 +271,15 @@ class EagleWorker:
         attention = PoolAttention(self.target_kv, slots, slots, mask)
         features = self.target(tokens, positions, attention)
         first = self.target.lm_head(features[:, -1:]).argmax(-1)
-        shifted = torch.cat((tokens[:, 1:], first), dim=1)
-        head = self.draft_model.head
+        shifted = self.target.embed(torch.cat((tokens[:, 1:], first), dim=1))
         attention = PoolAttention(self.draft_model.kv, slots, slots, mask)
-        hidden = head(shifted, features, positions, attention)[:, -1]
-        topk_p, topk_index = first_level(head.logits(hidden), self.config.topk)
-        request.draft_input = DraftInput(topk_p, topk_index, hidden)
+        hidden = self.draft_model.head(shifted, features, positions, attention)[:, -1]
+        logits = self.target.lm_head(hidden)
+        request.draft_input = DraftInput(*first_level(logits, self.config.topk), hidden)
         request.output = first[0].tolist()
 
-    def _speculate(self, slots: list[int]) -> tuple[list[list[int]], list[DraftInput]]:
-        """Draft, verify and draft-extend with these slots; `_extend`'s rows and draft inputs."""
+    def _speculate(self, slots: list[int]) -> tuple[Tensor, DraftInput]:
+        """Draft, verify and draft-extend with these slots; returns what `_extend` does."""
         config, running = self.config, self.running
         step_slots = self._tensor(slots).view(len(running), -1)
         lens_cpu = torch.tensor([len(request.slots) for request in running])
@@ -289,17 +290,15 @@ class EagleWorker:
             branch_slots=step_slots[:, : config.topk * config.num_steps],
             node_slots=step_slots[:, : config.num_draft_tokens],
         )
-        out = self._draft(step)
-        root = self._tensor([request.output[-1] for request in running])
-        tree = build_tree(root, out, config.topk, config.num_steps)
+        tree = self._draft(step)
         predictions, features = self._verify(step, tree)
         accepted = accept_greedy(tree, predictions)
         return self._extend(step, accepted, predictions, features)
 
-    def _draft(self, step: Step) -> DraftOutput:
+    def _draft(self, step: Step) -> Tree:
         """Grow a tree for every running request."""
-        rows = zip(*(request.draft_input for request in self.running))
-        topk_p, topk_index, hidden_states = map(torch.cat, rows)
+        inputs = zip(*(request.draft_input for request in self.running))
+        topk_p, topk_index, hidden_states = map(torch.cat, inputs)
         batch = DraftBatch(
             seq_lens=step.lens,
             out_cache_loc=step.branch_slots.flatten(),
@@ -310,7 +309,9 @@ class EagleWorker:
             topk_p=topk_p,
             topk_index=topk_index,
         )
-        return self._replay("draft", self.draft, batch)
+        out = self._replay("draft", self.draft, batch)
+        root = self._tensor([request.output[-1] for request in self.running])
+        return build_tree(root, out, self.config.topk, self.config.num_steps)
 
     def _replay(self, name: str, runner: GraphRunner, batch: Batch) -> NamedTuple:
         if runner.placed:  # sources have to lie at fixed addresses; their producer is this loop
@@ -338,8 +339,9 @@ class EagleWorker:
 
     def _extend(
         self, step: Step, accepted: Tensor, predictions: Tensor, features: Tensor
-    ) -> tuple[list[list[int]], list[DraftInput]]:
-        """Refresh the head's cache over all w rows; a request's row: how many count, w tokens, w slots."""
+    ) -> tuple[Tensor, DraftInput]:
+        """Refresh the head's cache over all w rows. Returns (bs, 1 + 2 * w): how many of a request's rows
+        count, its w tokens, their w slots; and what the next draft starts from."""
         bs, w = accepted.shape
         # Accepted nodes first, in path order. Rejected ones follow, so that every row has a slot of its own.
         order = accepted.byte().argsort(dim=1, descending=True, stable=True)
@@ -363,21 +365,21 @@ class EagleWorker:
         )
         out = self._replay("extend", self.extend, batch)
         last = torch.arange(-1, bs * w - 1, w, device=self.device) + counts
-        chosen = (out.topk_p[last], out.topk_index[last], out.hidden_states[last])
-        # The step's one synchronization with the device.
-        rows = torch.cat((counts[:, None], tokens, slots), dim=1).tolist()
-        return rows, [DraftInput(*row) for row in zip(*(field.split(1) for field in chosen))]
+        draft_input = DraftInput(out.topk_p[last], out.topk_index[last], out.hidden_states[last])
+        return torch.cat((counts[:, None], tokens, slots), dim=1), draft_input
 
-    def _commit(self, slots: list[int], rows: list[list[int]], draft_inputs: list[DraftInput]) -> None:
+    def _commit(self, slots: list[int], rows: list[list[int]], draft_input: DraftInput) -> None:
         """Keep the accepted path of every request, free the other slots of the step."""
         rejected = set(slots)
-        for request, (count, *values), draft_input in zip(self.running, rows, draft_inputs, strict=True):
-            kept = values[self.config.num_draft_tokens :][:count]
+        draft_inputs = zip(*(field.split(1) for field in draft_input))
+        for request, row, own in zip(self.running, rows, draft_inputs, strict=True):
+            count = row.pop(0)
+            kept = row[self.config.num_draft_tokens :][:count]
             rejected.difference_update(kept)
             request.slots += kept
-            request.extend(values[:count])
+            request.extend(row[:count])
             request.accept_lengths.append(count)
-            request.draft_input = draft_input
+            request.draft_input = own
         self.kv_slots.free(list(rejected))
 
     def _retire(self) -> list[Request]:
@@ -405,17 +407,19 @@ def greedy_decode(
     A lead within rounding means that another order of summing may choose the next best token instead.
     """
     device = target.embed.weight.device
+    texts = [torch.tensor(prompt, device=device) for prompt in prompts]
+    tokens = nn.utils.rnn.pad_sequence(texts, batch_first=True)
+    ends = torch.tensor([len(text) for text in texts], device=device)
+    rows = torch.arange(len(texts), device=device)
     outputs, leads = [], []
-    for prompt in prompts:
-        text, margins = list(prompt), []
-        for _ in range(max_new_tokens):
-            tokens = torch.tensor([text], device=device)
-            positions = torch.arange(len(text), device=device)[None]
-            features = target(tokens, positions, causal_attention)
-            logits = target.lm_head(features[0, -1]).float()
-            best, second = logits.topk(2).values.tolist()
-            margins.append(best - second)
-            text.append(logits.argmax().item())
-        outputs.append(text[len(prompt) :])
-        leads.append(margins)
-    return outputs, leads
+    for _ in range(max_new_tokens):
+        tokens = F.pad(tokens, (0, 1))
+        positions = torch.arange(tokens.shape[1], device=device).expand_as(tokens)
+        features = target(tokens, positions, causal_attention)
+        logits = target.lm_head(features[rows, ends - 1]).float()
+        best, second = logits.topk(2).values.unbind(1)
+        leads.append(best - second)
+        outputs.append(logits.argmax(1))
+        tokens[rows, ends] = outputs[-1]
+        ends += 1
+    return torch.stack(outputs, dim=1).tolist(), torch.stack(leads, dim=1).tolist()
