@@ -170,12 +170,27 @@ class GraphRunner:
         self.strategy = strategy
         self.one_allocation, self.copy_in_graph = one_allocation, copy_in_graph
         self.graphs: dict[int, CudaGraph | EagerGraph] = {}
-        self.fixed = self.placed = getattr(self.strategy, "fixed_addresses", False)
-        self.plans: dict[tuple, CopyPlan] = {}  # by batch size and the fields that come
-        self.fixed_plans: dict[int, FixedPlan] = {}  # by captured batch size
-        # The padding of the plan that ran last is clean: only its own rows were written since. Another plan
-        # and a graph for another size share the buffers; whoever else writes to them sets this to None.
-        self.last_plan: CopyPlan | FixedPlan | None = None
+        self.producers: dict[int, Producer] = {}
+        self.placed_batch: Batch | None = None
+
+    @property
+    def strategy(self) -> str | Callable[[Step], list[Call]]:
+        return self._strategy
+
+    @strategy.setter
+    def strategy(self, strategy: str | Callable[[Step], list[Call]]) -> None:
+        if not callable(strategy) and strategy not in STRATEGIES:
+            raise ValueError(f"strategy: expected one of {list(STRATEGIES)}, got {strategy!r}")
+        self._strategy = strategy
+        self.step_calls = strategy if callable(strategy) else STRATEGIES[strategy]
+        self.kept = None
+        if strategy in ROUTES:
+            self.kept = ReplayCopies(self.buffers.static_inputs(), route=ROUTES[strategy])
+
+    @property
+    def placed(self) -> bool:
+        """Whether batches have to come from `place`."""
+        return self.one_allocation or self.copy_in_graph
 
     def forward(self, inputs: dict[str, Tensor]) -> NamedTuple:
         raise NotImplementedError

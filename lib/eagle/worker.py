@@ -343,6 +343,7 @@ class EagleWorker:
         positions = drafted.seq_lens[:, None] + torch.arange(w, device=self.device)
         self.req_to_token[drafted.req_pool_indices[:, None], positions] = slots
         counts = accepted.sum(1, dtype=torch.int32)
+        last = torch.arange(-1, bs * w - 1, w, device=self.device) + counts
         batch = DraftExtendBatch(
             input_ids=tokens.flatten(),
             seq_lens=drafted.seq_lens + w,
@@ -354,9 +355,11 @@ class EagleWorker:
             num_accept_tokens=counts,
             hidden_states=hidden_states.flatten(0, 1),
             seq_lens_cpu=drafted.seq_lens_cpu + w,
+            select_index=last,
         )
         out = self._replay("extend", self.extend, batch)
-        last = torch.arange(-1, bs * w - 1, w, device=self.device) + counts
+        if "select_index" in self.extend.buffers.names:  # the graph itself has picked the rows
+            last = torch.arange(bs, device=self.device)
         draft_input = DraftInput(out.topk_p[last], out.topk_index[last], out.hidden_states[last])
         return torch.cat((counts[:, None], tokens, slots), dim=1), draft_input
 
