@@ -87,7 +87,8 @@ class Request:
 
     @property
     def finished(self) -> bool:
-        return len(self.output) >= self.max_new_tokens or self.output[-1:] == [self.stop_token]
+        stopped = self.output[-1:] == [self.stop_token]
+        return stopped or len(self.output) >= self.max_new_tokens
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens up to the stop token or the limit, whichever comes first."""
@@ -109,12 +110,15 @@ def build_tree(root: Tensor, draft: DraftOutput, topk: int, num_steps: int) -> T
     chosen = draft.top_scores_index
     parents = draft.parent_list.gather(1, chosen // topk)
     # Node i + 1 is the i-th candidate chosen; children of the root have the parent -1, smaller than any.
-    nodes = F.pad(torch.searchsorted(chosen, parents, right=True), (1, 0))
+    nodes = torch.searchsorted(chosen, parents, right=True)
+    nodes = F.pad(nodes, (1, 0))
     bs, w = nodes.shape
-    mask = torch.eye(w, dtype=torch.bool, device=root.device).expand(bs, w, w)
+    mask = torch.eye(w, dtype=torch.bool, device=root.device)
+    mask = mask.expand(bs, w, w)
     for _ in range(num_steps):
         mask = mask | mask.take_along_dim(nodes[..., None], dim=1)
-    return Tree(torch.cat((root[:, None], draft.draft_tokens), dim=1), nodes, mask)
+    tokens = torch.cat((root[:, None], draft.draft_tokens), dim=1)
+    return Tree(tokens, nodes, mask)
 
 
 def accept_greedy(tree: Tree, predictions: Tensor) -> Tensor:
@@ -123,9 +127,10 @@ def accept_greedy(tree: Tree, predictions: Tensor) -> Tensor:
     They form one path: of siblings that carry the same token only the first counts.
     """
     agrees = tree.tokens == predictions.gather(1, tree.parents)
-    edges = (tree.parents << 32) + tree.tokens
+    edges = (tree.parents << 32) + tree.tokens  # both in one number
     twins = edges[:, None] == edges[..., None]
-    agrees &= ~twins.tril(-1)[..., 1:].any(-1)
+    seconds = twins.tril(-1)[..., 1:].any(-1)
+    agrees &= ~seconds
     agrees[:, 0] = True  # the root
     return (agrees[:, None] | ~tree.mask).all(-1)
 
@@ -179,7 +184,8 @@ class EagleWorker:
         Raises ValueError for an empty prompt, a token outside the vocabulary, no token wanted, or a request
         that could never fit.
         """
-        if len(prompt) < 1 or max_new_tokens < 1:
+        wanted = isinstance(max_new_tokens, int) and max_new_tokens >= 1
+        if not prompt or not wanted:
             raise ValueError(
                 f"expected a prompt and max_new_tokens >= 1, got {len(prompt)}, {max_new_tokens}"
             )
@@ -238,7 +244,8 @@ class EagleWorker:
         """Prefill waiting requests while there is room, and add them to the running batch."""
         while self.waiting and len(self.running) < self.config.max_batch_size:
             request = self.waiting[0]
-            needed = len(request.prompt) + (len(self.running) + 1) * self.slots_per_step
+            steps = (len(self.running) + 1) * self.slots_per_step
+            needed = len(request.prompt) + steps
             if needed > len(self.kv_slots.free_slots):
                 break
             try:
@@ -311,7 +318,8 @@ class EagleWorker:
     def _verify(self, batch: DraftBatch, tree: Tree, node_slots: Tensor) -> tuple[Tensor, Tensor]:
         """Run the target over all nodes at once: predictions (bs, w) and features (bs, w, H)."""
         table = self.req_to_token[:, : batch.seq_lens_cpu.max()]
-        prefix, seen = prefix_slots(table, batch.req_pool_indices, batch.seq_lens, node_slots.shape[1])
+        w = node_slots.shape[1]
+        prefix, seen = prefix_slots(table, batch.req_pool_indices, batch.seq_lens, w)
         attention = PoolAttention(
             self.target_kv,
             write_slots=node_slots,
@@ -361,7 +369,8 @@ class EagleWorker:
         if "select_index" in self.extend.buffers.names:  # the graph itself has picked the rows
             last = torch.arange(bs, device=self.device)
         draft_input = DraftInput(out.topk_p[last], out.topk_index[last], out.hidden_states[last])
-        return torch.cat((counts[:, None], tokens, slots), dim=1), draft_input
+        rows = torch.cat((counts[:, None], tokens, slots), dim=1)
+        return rows, draft_input
 
     def _commit(self, slots: list[int], rows: list[list[int]], draft_input: DraftInput) -> None:
         """Keep the accepted path of every request, free the other slots of the step."""
