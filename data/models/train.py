@@ -9,6 +9,7 @@ held-out prompts are written beside them.
 import argparse
 import csv
 import hashlib
+import hashlib
 import random
 import time
 from pathlib import Path
