@@ -244,8 +244,8 @@ class EagleWorker:
         """Prefill waiting requests while there is room, and add them to the running batch."""
         while self.waiting and len(self.running) < self.config.max_batch_size:
             request = self.waiting[0]
-            steps = (len(self.running) + 1) * self.slots_per_step
-            needed = len(request.prompt) + steps
+            for_steps = (len(self.running) + 1) * self.slots_per_step
+            needed = len(request.prompt) + for_steps
             if needed > len(self.kv_slots.free_slots):
                 break
             try:
@@ -258,13 +258,13 @@ class EagleWorker:
 
     def _prefill(self, request: Request) -> None:
         """Target, then head, over the whole prompt; the head reads tokens shifted by one."""
-        n = len(request.prompt)
-        request.slots = self.kv_slots.alloc(n)
+        length = len(request.prompt)
+        request.slots = self.kv_slots.alloc(length)
         (request.req_pool_index,) = self.req_slots.alloc(1)
         slots = self._tensor([request.slots])
-        self.req_to_token[request.req_pool_index, :n] = slots
+        self.req_to_token[request.req_pool_index, :length] = slots
         tokens = self._tensor([request.prompt])
-        positions = torch.arange(n, device=self.device)[None]
+        positions = torch.arange(length, device=self.device)[None]
         mask = positions[..., None] >= positions
         attention = PoolAttention(self.target_kv, slots, slots, mask)
         features = self.target(tokens, positions, attention)
