@@ -43,6 +43,12 @@ class Sighting(NamedTuple):
     def rows(self) -> int:
         return self.dst.shape[self.dim] if self.dst.dim() else 1
 
+    def part(self, extra: int) -> str:
+        """The index of what is used of the buffer: fewer columns, and not the first `extra` rows."""
+        used = [f":{size}" if size != whole else ":" for size, whole in zip(self.dst.shape, self.shape)]
+        used[self.dim : self.dim + 1] = [f"{extra}:" if extra else ":"]
+        return "" if set(used) == {":"} else f"[{', '.join(used)}]"
+
 
 class Suggestion(NamedTuple):
     """Launches as the code is, launches with the lines, and the lines to paste."""
@@ -70,7 +76,8 @@ def suggest(sightings: Sequence[Sighting]) -> Suggestion:
             pairs.append((rows, one.origin))
     before = {id(one.call): one.call for one in sightings}.values()
     after = launches(grouped_dma(pairs) + unrelated(sightings, fields))
-    lines = replay_copies(device, pads) + packed_inputs(host, pads)
+    once = {one.buffer: one for one in reversed(device)}
+    lines = replay_copies(list(reversed(once.values())), pads) + packed_inputs(host, pads)
     return Suggestion(len(launches(before)), len(after) + bool(host), "\n".join(lines))
 
 
@@ -91,22 +98,24 @@ def unrelated(sightings: Sequence[Sighting], fields: Sequence[Sighting]) -> list
 
 def replay_copies(fields: Sequence[Sighting], pads: Mapping[str, float]) -> list[str]:
     """The rows a request are a guess: those of a field over the fewest of any field."""
-    if not fields:
-        return []
-    requests = min(one.rows for one in fields)
-    lines = ["copies = ReplayCopies({"]
+    requests = max(min((one.rows for one in fields), default=1), 1)
+    lines = []
     for one in fields:
-        arguments = [one.buffer, f"rows={one.rows // max(requests, 1)}", f"pad={pads.get(one.buffer)}"]
+        rows, extra = divmod(one.rows, requests)
+        arguments = [one.buffer + one.part(extra), f"rows={rows}", f"pad={pads.get(one.buffer)}"]
         if one.dim:
             arguments.append(f"dim={one.dim}")
         lines.append(f'    "{one.name}": StaticInput({", ".join(arguments)}),')
-    return [*lines, "})", "copies(inputs, batch_size, captured)  # every step"]
+    if not lines:
+        return []
+    return ["copies = ReplayCopies({", *lines, "})", "copies(inputs, batch_size, captured)  # every step"]
 
 
 def packed_inputs(fields: Sequence[Sighting], pads: Mapping[str, float]) -> list[str]:
-    if not fields:
-        return []
-    lines = ["packed = PackedInputs({"]
+    lines = []
     for one in fields:
         lines.append(f'    "{one.name}": ({tuple(one.shape)}, {one.dst.dtype}, {pads.get(one.buffer)}),')
-    return [*lines, "}, device)", "with packed.step() as host:  # every step; the graph reads packed.device"]
+    if not lines:
+        return []
+    step = "with packed.step() as host:  # every step; the graph reads packed.device"
+    return ["packed = PackedInputs({", *lines, "}, device)", step]

@@ -30,7 +30,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lib.copies import Call, place
+from lib.checks import elements
+from lib.copies import Call
 from lib.launches import Launch, explain, launches
 from lib.suggest import Sighting, Suggestion, suggest
 
@@ -82,6 +83,8 @@ class Recorder(TorchDispatchMode):
         return result
 
     def note(self, call: Call, made: bool) -> None:
+        if any(t.layout != torch.strided for t in (*call.dsts, *call.srcs)):
+            return
         kept = Call(call.op, [], [], call.value)
         self.seen.calls.append(kept)
         frame = caller()
@@ -91,21 +94,21 @@ class Recorder(TorchDispatchMode):
             kept.dsts.append(stand_in(dst, src.device))
             origin = None
             if call.srcs:
-                onto_itself = place(src) == place(dst)
+                onto_itself = elements(src) == elements(dst)
                 kept.srcs.append(kept.dsts[i] if onto_itself else stand_in(src, dst.device))
                 origin = self.origin(src, kept.srcs[i])
             if made:
-                self.made[place(dst)] = weakref.ref(dst), kept.srcs[i]
+                self.made[elements(dst)] = weakref.ref(dst), kept.srcs[i]
             buffer = ("", dst.shape) if made else self.buffer(dst, frame)
-            self.seen.sightings.append(Sighting(kept, kept.dsts[i], origin, place(dst), *where, *buffer))
+            self.seen.sightings.append(Sighting(kept, kept.dsts[i], origin, elements(dst), *where, *buffer))
 
     def origin(self, src: Tensor, kept: Tensor) -> Tensor:
         """What was uploaded or converted into `src`, if it was and that tensor still lives; else `kept`."""
-        made, origin = self.made.get(place(src), (None, kept))
+        made, origin = self.made.get(elements(src), (None, kept))
         return origin if made is not None and made() is not None else kept
 
     def buffer(self, dst: Tensor, frame: FrameType | None) -> tuple[str, torch.Size]:
-        """The expression that holds the memory, an attribute or item rather than a variable, and its shape."""
+        """The expression that holds the memory, an attribute or item rather than a name, and its shape."""
         best, shape, rank = f"line_{frame.f_lineno}", dst.shape, (False, 0)
         while frame is not None and not rank[0]:
             for path, t in tensors_in(variables(frame)):
@@ -150,7 +153,7 @@ def holds(buffer: Tensor, view: Tensor) -> bool:
     if buffer.layout != torch.strided or buffer.dtype != view.dtype:
         return False
     offset = view.storage_offset() - buffer.storage_offset()
-    return place(buffer)[0] == place(view)[0] and 0 <= offset < max(buffer.numel(), 1)
+    return elements(buffer)[0] == elements(view)[0] and 0 <= offset < max(buffer.numel(), 1)
 
 
 def stand_in(t: Tensor, partner: torch.device) -> Tensor:
