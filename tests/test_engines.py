@@ -39,12 +39,10 @@ def test_nothing_here_makes_more_launches_than_field_by_field(name):
     for n in (16, 13):
         step = engine.step(n, 16)
         staged = sum(field.way == "upload, copy_" for field in engine.fields.values())
-        counts = {
-            way: len(launches(engine.calls_with(way, n, 16))) for way in ("copy_plan", "fused", "packed")
-        }
+        counts = {way: len(launches(calls)) for way, calls in engine.ways(n, 16).items()}
         assert max(counts.values()) <= len(step.fills) + len(step.pairs) + staged
-        assert counts["fused"] <= counts["copy_plan"]
-        assert counts["packed"] <= counts["copy_plan"]
+        assert counts["fused"] <= counts["ReplayCopies"]
+        assert counts["PackedInputs"] <= counts["ReplayCopies"]
 
 
 @pytest.mark.parametrize("name", ["sglang-draft-0.5.23", "mini-sglang", "LightLLM", "TGI"])
