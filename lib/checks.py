@@ -92,11 +92,13 @@ def check_overlaps(dsts: Tensors, srcs: Tensors, names: Sequence[str]) -> None:
     ranges = []
     listed = set()
     for name, dst, src in zip(names, dsts, srcs):
-        if elements(dst) not in listed:
-            ranges.append((*byte_range(dst), True, name))
+        pair = elements(dst), elements(src)
+        if pair in listed:
+            continue
+        listed.add(pair)
+        ranges.append((*byte_range(dst), True, name))  # twice, and refused, where its sources differ
         if elements(dst) != elements(src):
             ranges.append((*byte_range(src), False, name))
-        listed.add(elements(dst))
     reached = written = ("", 0, "")  # where the last range so far ends, of any tensor and of a destination
     for space, first, end, is_dst, name in sorted(ranges):
         other_space, other_end, other = reached if is_dst else written
