@@ -22,7 +22,7 @@ def check_pairs(dsts: Tensors, srcs: Tensors, names: Sequence[str] | None = None
     That is: lists of different length; what is no tensor, or of another class than its partner, or nested,
     sparse or quantized; shapes or devices that differ; dtypes that torch does not convert; a destination that
     autograd or inference mode forbids to write, that overlaps itself, or that shares bytes with a tensor of
-    another pair or in part with its own source. Sources may share memory, and a destination may stand twice.
+    another pair or in part with its own source. Sources may share memory, and the same pair may stand twice.
 
     Memory is compared by ranges of bytes, first to last. So columns of one matrix that interleave are
     refused, although no byte is shared.
