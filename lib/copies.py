@@ -193,7 +193,10 @@ class CopyPlan:
 
 @dataclass(frozen=True)
 class StaticInput:
-    """A static buffer: `rows` a request along `dim`; `pad` in rows of padding, None where nobody reads them."""
+    """A static buffer: `rows` a request along `dim`; `pad` in rows of padding, None where nobody reads them.
+
+    source_dtype: of the tensors to come, where it differs from the buffer's: padding then shares their group.
+    """
 
     buffer: Tensor
     rows: int = 1
@@ -201,6 +204,7 @@ class StaticInput:
     required: bool = True
     fill_if_missing: bool = False  # `pad` in its rows, too, where the field does not come
     dim: int = 0
+    source_dtype: torch.dtype | None = None
 
     def between(self, first: int, end: int) -> Tensor:
         """The rows of requests `first` up to `end`."""
@@ -255,12 +259,12 @@ class ReplayCopies:
             end = capacity if self.pad_to == "buffer" else captured
             rows = field.between(first, batch_size if self.pads_stay else end)
             if field.pad is not None:
-                dtype = given.get(name, rows).dtype
-                pads.append((rows, torch.full_like(rows, field.pad, dtype=dtype)))
+                pads.append((rows, torch.full_like(rows, field.pad, dtype=field.source_dtype)))
         dsts = [self.fields[name].between(0, batch_size) for name in given]
+        dtypes = [self.fields[name].source_dtype or src.dtype for name, src in given.items()]
         if len(self.plans) >= MAX_PLANS:
             self.plans.clear()
-        plan = self.make_plan(dsts, [src.dtype for src in given.values()], given, pads)
+        plan = self.make_plan(dsts, dtypes, given, pads)
         self.plans[batch_size, captured, *given] = plan
         return plan
 
