@@ -116,6 +116,11 @@ def is_lazy(t: Tensor) -> bool:
     return t.is_conj() or t.is_neg()
 
 
+def place(t: Tensor) -> tuple:
+    """The memory of a tensor, on `meta` too, where there are no addresses."""
+    return t.untyped_storage()._cdata, t.storage_offset(), t.shape, t.stride(), t.dtype
+
+
 # Looked at in C, as everything that happens every step: Python would cost more than the copies.
 PLANNED = attrgetter("__class__", "shape", "dtype", "device")
 
@@ -143,6 +148,8 @@ class CopyPlan:
         own = self.dsts + self.constants  # as its own source a destination passes
         self.dsts += [dst.detach() for dst, _ in constants]
         check_pairs(self.dsts, own, self.names)
+        # Of a destination listed twice only the later pair, as a loop would leave it.
+        self.once = list({place(dst): i for i, dst in enumerate(self.dsts)}.values())
         every, self.kept = self.stand_ins + self.constants, []
         index = {id(src): i for i, src in enumerate(every)}
         for call in route(self._pairs(every)):
@@ -169,12 +176,7 @@ class CopyPlan:
         return self.route(self._pairs(every))
 
     def _pairs(self, every: Tensors) -> list[tuple]:
-        """Of a destination listed twice only the later pair, as a loop would leave it."""
-        pairs = []
-        for i, dst in enumerate(self.dsts):
-            if not any(map(dst.is_set_to, self.dsts[i + 1 :])):
-                pairs.append((dst, every[i]))
-        return pairs
+        return [(self.dsts[i], every[i]) for i in self.once]
 
     def bound(self, srcs: Tensors) -> list[Call]:
         """The planned calls with these sources, unchecked: for a caller who knows them."""
@@ -191,7 +193,10 @@ class CopyPlan:
 
 @dataclass(frozen=True)
 class StaticInput:
-    """A static buffer: `rows` a request along `dim`; `pad` in rows of padding, None where nobody reads them."""
+    """A static buffer: `rows` a request along `dim`; `pad` in rows of padding, None where nobody reads them.
+
+    source_dtype: of the tensors to come, where it differs from the buffer's: padding then shares their group.
+    """
 
     buffer: Tensor
     rows: int = 1
@@ -199,6 +204,7 @@ class StaticInput:
     required: bool = True
     fill_if_missing: bool = False  # `pad` in its rows, too, where the field does not come
     dim: int = 0
+    source_dtype: torch.dtype | None = None
 
     def between(self, first: int, end: int) -> Tensor:
         """The rows of requests `first` up to `end`."""
@@ -253,12 +259,12 @@ class ReplayCopies:
             end = capacity if self.pad_to == "buffer" else captured
             rows = field.between(first, batch_size if self.pads_stay else end)
             if field.pad is not None:
-                dtype = given.get(name, rows).dtype
-                pads.append((rows, torch.full_like(rows, field.pad, dtype=dtype)))
+                pads.append((rows, torch.full_like(rows, field.pad, dtype=field.source_dtype)))
         dsts = [self.fields[name].between(0, batch_size) for name in given]
+        dtypes = [self.fields[name].source_dtype or src.dtype for name, src in given.items()]
         if len(self.plans) >= MAX_PLANS:
             self.plans.clear()
-        plan = self.make_plan(dsts, [src.dtype for src in given.values()], given, pads)
+        plan = self.make_plan(dsts, dtypes, given, pads)
         self.plans[batch_size, captured, *given] = plan
         return plan
 
