@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import platform
+import re
 from pathlib import Path
 
 import torch
@@ -16,17 +17,14 @@ KINDS = ("counted", "measured", "recorded", "modelled")
 RESULT_MIME = "application/vnd.replay-copy.result+json"  # a published result, for summary.json and the report
 
 
-def device_name(device: str | torch.device = "cpu") -> str:
+def device_name(device: str = "cpu") -> str:
     """The name of the processor behind a torch device, e.g. "NVIDIA H200" or "AMD EPYC (2 threads)"."""
-    if torch.device(device).type == "cuda":
+    if device.startswith("cuda"):
         return torch.cuda.get_device_name(device)
-    name = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                name = line.partition(":")[2].strip()
-                break
+    text = cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else ""
+    model = re.search(r"model name\s*: (.*)", text)
+    name = model[1].strip() if model else platform.processor() or platform.machine()
     threads = torch.get_num_threads()
     return f"{name} ({threads} thread{'s' if threads > 1 else ''})"
 
@@ -57,6 +55,5 @@ def label(kind: str, on: str, torch_version: str | None = None, date: str | None
 
 def plain(text: object, longest: int = 160) -> str:
     """A name from outside as one line of text: no control characters, no terminal escapes, not endless."""
-    words = "".join(letter if letter.isprintable() else " " for letter in str(text)).split()
-    line = " ".join(words)
+    line = " ".join("".join(letter if letter.isprintable() else " " for letter in str(text)).split())
     return line if len(line) <= longest else line[: longest - 1] + "…"
