@@ -149,7 +149,8 @@ def _draw_lane(ax: Axes, y: float, table: pd.DataFrame, end: float, hatch: str |
         width = max(row.dur_us, end * 0.0015)
         bar = ax.barh(y, width, 2 * half, row.start_us, color=EVENT_COLOURS[label], zorder=2.5 - half)
         if width > end * 0.006:  # an edge or a hatch would hide a narrow one
-            bar[0].set(edgecolor="white", linewidth=0.8, hatch=hatch)
+            edge = SOFT if row.kind == "wait" else "white"
+            bar[0].set(edgecolor=edge, linewidth=0.8, hatch=None if row.kind == "wait" else hatch)
         if row.kind in ("graph", "verify", "wait") and width > end * 0.07:
             box = {"facecolor": "white", "alpha": 0.85, "edgecolor": "none", "pad": 0.8}
             ax.bar_label(bar, [row.name], label_type="center", fontsize=7.5, zorder=7, bbox=box)
@@ -208,20 +209,18 @@ def timings(results: Mapping[str, Timing], title: str, work: str, gpu: bool = Fa
     work: what was timed, e.g. "one step's copies". gpu: the samples of the GPU's time instead of the host's.
     """
     fig, (ax,) = new_figure(title, 0.95 + 0.45 * len(results))
-    samples = [timing.gpu_us if gpu else timing.host_us for timing in results.values()]
-    rows = np.repeat(-np.arange(len(samples)), [len(column) for column in samples])
-    dots = {"size": 2.6, "color": "#A3AAB8", "native_scale": True, "orient": "h"}
-    sns.stripplot(x=np.concatenate(samples), y=rows, ax=ax, **dots)
-    for row, (name, column) in enumerate(zip(results, samples)):
-        low, high = quartiles(column)
-        middle = np.median(column)
+    for row, (name, timing) in enumerate(results.items()):
+        samples = timing.gpu_us if gpu else timing.host_us
         colour = STRATEGY_COLOURS.get(name, INK)
+        sns.stripplot(x=samples, y=-row, orient="h", native_scale=True, size=2.6, color="#A3AAB8", ax=ax)
+        low, high = quartiles(samples)
+        middle = float(np.median(samples))
         ax.barh(-row, high - low, 0.4, low, facecolor="none", edgecolor=colour, linewidth=1.6)
-        ax.plot([middle] * 2, [-row - 0.26, -row + 0.26], color=colour, linewidth=2.6)
+        ax.vlines(middle, -row - 0.26, -row + 0.26, color=colour, linewidth=2.6)
         ax.text(middle, -row + 0.28, f"{middle:.1f} µs", ha="center", va="bottom", fontweight="bold")
+        worst = max(high, worst) if row else high
     _rows(ax, results)
     ax.set_ylim(top=0.8)
-    worst = max(quartiles(column)[1] for column in samples)
     ax.set_xlim(0, worst * 1.35)  # far outliers of a busy machine would squeeze what is compared
     ax.set_xlabel(f"{'GPU' if gpu else 'host'} time for {work} (µs); box: the middle half of the rounds")
     return fig
@@ -258,12 +257,14 @@ def curves(
     return fig
 
 
-def _marks(ax: Axes, marks: Marks | None) -> None:
-    """Thin lines across, with their words along them."""
+def _marks(ax: Axes, marks: Marks | None, rotation: int = 90) -> None:
+    """Thin lines across, with their words along them, or on top."""
     for place, words in (marks or {}).items():
         ax.axvline(place, color=SOFT, linewidth=1, linestyle="--", zorder=1)
-        upright = {"rotation": 90, "ha": "right", "va": "top", "fontsize": 8, "color": SOFT}
-        ax.text(place, 0.98, f"{plain(words)} ", transform=ax.get_xaxis_transform(), **upright)
+        where = {"ha": "right", "va": "top"} if rotation else {"ha": "center", "va": "bottom"}
+        height = 0.98 if rotation else 1.0
+        at = ax.get_xaxis_transform()
+        ax.text(place, height, plain(words), transform=at, rotation=rotation, fontsize=8, color=SOFT, **where)
 
 
 @in_style
@@ -273,17 +274,18 @@ def values(
     """Numbers, or modelled ones with their ranges, one row each; a range across zero is no claim: hollow."""
     fig, (ax,) = new_figure(title, 0.95 + 0.3 * len(numbers))
     for row, value in enumerate(numbers.values()):
-        low, middle, high = getattr(value, "ends", (0, value, value))
-        hollow = low < 0 < high
+        low = getattr(value, "low", 0)
+        middle = getattr(value, "middle", value)
+        high = getattr(value, "high", value)
         ax.plot([low, high], [-row, -row], color="#A98BB8", linewidth=2.4)
-        ax.plot(middle, -row, "o", color="#57356D", markerfacecolor="white" if hollow else "#57356D")
+        ax.plot(middle, -row, "o", color="#57356D", markerfacecolor="white" if low < 0 < high else "#57356D")
         text = f"   {value:.3g}" if high == middle else f"   {value}"
-        ax.text(high, -row, text + ": no claim" * hollow, va="center")
+        ax.text(high, -row, text + ": no claim" * (low < 0 < high), va="center")
     _rows(ax, numbers)
     ax.axvline(0, color=SOFT, linewidth=1)
     ax.margins(x=0.2)
     ax.set_xlabel(xlabel)
-    _marks(ax, marks)
+    _marks(ax, marks, 0)
     return fig
 
 

@@ -1,14 +1,15 @@
 """The copies of one speculative step, both replays together: counted, measured here, modelled for a GPU.
 
-A step is: draft's copies | draft graph | verify | draft-extend's copies | draft-extend graph. Two regimes tell
-what the copies cost. "gpu waits": the host begins each run of copies when the stream is empty, since it waited
+A step is: draft's copies | draft graph | verify | draft-extend's copies | draft-extend graph. What the copies
+cost depends on the regime. "gpu waits": the host begins each run of copies on an empty stream, since it waited
 for a result of verify or for its scheduler. "host ahead": it makes all its calls while earlier work still runs.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
@@ -45,10 +46,6 @@ class Range:
     middle: float
     low: float
     high: float
-
-    @property
-    def ends(self) -> tuple[float, float, float]:
-        return self.low, self.middle, self.high
 
     @property
     def clear(self) -> bool:
@@ -110,19 +107,23 @@ class StepCopies:
         return first + second
 
     def fields(self) -> pd.DataFrame:
-        """What is copied on the device, a row a field: replay, field, shape, dtype, source's dtype, bytes."""
+        """What is copied on the device, a row a field."""
         rows = []
         for replay, runner, batch in (
             ("draft", self.draft, self.draft_batch),
             ("draft-extend", self.draft_extend, self.draft_extend_batch),
         ):
             buffers = runner.inputs(batch.batch_size)
-            for field in fields(batch):
-                src, dst = getattr(batch, field.name), getattr(buffers, field.name)
-                if isinstance(src, torch.Tensor) and not field.name.endswith("_cpu"):
-                    dtypes = (str(tensor.dtype).removeprefix("torch.") for tensor in (dst, src))
-                    rows.append((replay, field.name, tuple(src.shape), *dtypes, dst.nbytes))
-        return pd.DataFrame(rows, columns=["replay", "field", "shape", "dtype", "source", "bytes"])
+            for field in dataclasses.fields(batch):
+                src = getattr(batch, field.name)
+                dst = getattr(buffers, field.name)
+                if src is not None and not field.name.endswith("_cpu"):
+                    row = {"replay": replay, "field": field.name, "shape": tuple(src.shape)}
+                    row["dtype"] = str(dst.dtype).removeprefix("torch.")
+                    row["source"] = str(src.dtype).removeprefix("torch.")
+                    row["bytes"] = dst.nbytes
+                    rows.append(row)
+        return pd.DataFrame(rows)
 
 
 def count_kinds(launches: list[Launch]) -> dict[str, int]:
@@ -134,8 +135,8 @@ def count_kinds(launches: list[Launch]) -> dict[str, int]:
 def measured_lanes(way: Way, device: str = "cpu", runs: int = 15) -> Lanes:
     """What torch.profiler sees of one run on this machine: a host lane and, on CUDA, each stream's.
 
-    Of several runs the shortest, the least disturbed one, is shown. The profiler itself slows the host, so what
-    counts is order and shares; times to compare come from `timing`. Of nested operators the outermost is kept.
+    Of several runs the shortest, the least disturbed one, is shown. The profiler itself slows the host, so
+    what counts is order and shares; times to compare come from `timing`.
     """
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device == "cuda":
@@ -148,26 +149,31 @@ def measured_lanes(way: Way, device: str = "cpu", runs: int = 15) -> Lanes:
                 way()
             if device == "cuda":
                 torch.cuda.synchronize()
-    table = from_profiler(profile)
-    spans = table[(table.kind == "annotation") & (table.name == "one run")]
-    start = spans.start_us[spans.dur_us.idxmin()]
-    later = spans.start_us[spans.start_us > start].min()  # NaN after the last one
-    table = table[(table.start_us >= start) & ~(table.start_us >= later)]
-    table = table.assign(start_us=table.start_us - start)
-    host = table[table.kind == "host_op"]
-    ends = (host.start_us + host.dur_us).cummax().shift(fill_value=0.0)
-    lanes = {"host · measured": host[host.start_us >= ends]}
-    for track, events in table[table.kind.isin(DEVICE_KINDS)].groupby("track", observed=True):
-        lanes[f"{track} · measured"] = events
+    return shortest_run(from_profiler(profile), "measured")
+
+
+def shortest_run(trace: pd.DataFrame, words: str) -> Lanes:
+    """Of the ranges annotated in a trace the shortest one, as lanes; of nested operators the outermost is kept."""
+    ranges = trace[trace.kind == "annotation"]
+    start = ranges.start_us[ranges.dur_us.idxmin()]
+    later = ranges.start_us[ranges.start_us > start].min()  # NaN after the last one
+    inside = trace[(trace.start_us >= start) & ~(trace.start_us >= later) & (trace.kind != "annotation")]
+    inside = inside.assign(start_us=inside.start_us - start)
+    lanes = {}
+    for track, events in inside.groupby("track", observed=True):
+        operators = events[events.kind == "host_op"]
+        ends = (operators.start_us + operators.dur_us).cummax().shift(fill_value=0.0)
+        nested = operators.index[operators.start_us < ends]
+        lanes[f"{track} · {words}"] = events.drop(nested)
     return lanes
 
 
 def modelled_lanes(launches: list[Launch], profile: DeviceProfile) -> Lanes:
     """The launches played on a profile's device: a host lane and a stream lane."""
-    return _lanes(simulate(launches, profile), profile)
+    return split_lanes(simulate(launches, profile), profile)
 
 
-def _lanes(table: pd.DataFrame, profile: DeviceProfile) -> Lanes:
+def split_lanes(table: pd.DataFrame, profile: DeviceProfile) -> Lanes:
     on_host = table.kind.isin([*HOST_KINDS, "wait"])
     name = f"modelled {profile.name}"
     return {f"host · {name}": table[on_host], f"stream · {name}": table[~on_host]}
@@ -180,7 +186,7 @@ def span_us(launches: list[Launch], profile: DeviceProfile) -> float:
 
 
 def idle_share(launches: list[Launch], profile: DeviceProfile) -> float:
-    """Modelled share of the stream's span, first to last work, in which it executes nothing."""
+    """Modelled share of the time from the first to the last work in which the stream executes nothing."""
     table = simulate(launches, profile)
     work = table[table.kind.isin(DEVICE_KINDS)]
     ends = work.start_us + work.dur_us
@@ -190,7 +196,8 @@ def idle_share(launches: list[Launch], profile: DeviceProfile) -> float:
 def device_us(kind: str, size: int, profile: DeviceProfile) -> float:
     """Modelled time on the device of one launch of `kind` that writes `size` bytes."""
     table = simulate([Launch(kind, 1, size, "one tensor")], profile)
-    return float(table.dur_us[table.kind.isin(DEVICE_KINDS)].iloc[0])
+    work = table[table.kind.isin(DEVICE_KINDS)]
+    return float(work.dur_us.iloc[0])
 
 
 @dataclass(frozen=True)
@@ -203,7 +210,7 @@ class Times:
 
     @classmethod
     def of(cls, config: EagleConfig, profile: DeviceProfile, target_parameters: float = 8.03e9) -> Times:
-        """The least they can take: reading the weights once, in two bytes each, at the rate of memcpys.
+        """The least they can take: reading all weights once, at two bytes each and the rate of memcpys.
 
         A memcpy reads and writes, so reading alone is twice as fast. The head: fc, one layer, the LM head.
         """
@@ -217,8 +224,8 @@ class Times:
 def step_lanes(
     copies: StepCopies, profile: DeviceProfile, times: Times, regime: str, longest_us: float = 120.0
 ) -> Lanes:
-    """A whole step as lanes; graphs are drawn at most `longest_us` long, and say how long they are."""
-    return _lanes(_play(copies, profile, times, regime, longest_us), profile)
+    """A whole step as lanes; graphs are cut at `longest_us`, and say how long they are."""
+    return split_lanes(play(copies, profile, times, regime, longest_us), profile)
 
 
 def step_us(copies: StepCopies, profile: DeviceProfile, times: Times, regime: str) -> float:
@@ -226,7 +233,7 @@ def step_us(copies: StepCopies, profile: DeviceProfile, times: Times, regime: st
 
     It begins with the host's first call, or, where the host is ahead, when the step before ends.
     """
-    table = _play(copies, profile, times, regime)
+    table = play(copies, profile, times, regime)
     ends = table.start_us + table.dur_us
     return float(ends.max() - ends[table.name == BEFORE].sum())
 
@@ -238,49 +245,55 @@ def copy_share(copies: StepCopies, profile: DeviceProfile, times: Times, regime:
 
 
 def saving(before: StepCopies, after: StepCopies, profile: DeviceProfile, regime: str) -> Range:
-    """What a step is shorter by, with its range over all that the profile could only assume."""
+    """What a step gets shorter by, with its range over all that the profile only assumes."""
     found = []
-    for end in ("", "fast", "slow"):
-        ends = profile.at(end).figures if end else {}
-        assumed = {name: ends[name] for name in profile.unknown if end}
-        played = replace(profile, figures=profile.figures | assumed)
-        whole, less = (step_us(copies, played, Times(), regime) for copies in (before, after))
-        found.append(whole - less)
+    for end in (None, "fast", "slow"):
+        figures = dict(profile.figures)
+        for name in profile.unknown if end else ():
+            figures[name] = profile.at(end).figures[name]
+        played = dataclasses.replace(profile, figures=figures)
+        whole = step_us(before, played, Times(), regime)
+        found.append(whole - step_us(after, played, Times(), regime))
     return Range(found[0], min(found), max(found))
 
 
-def _play(
+def play(
     copies: StepCopies, profile: DeviceProfile, times: Times, regime: str, longest_us: float = np.inf
 ) -> pd.DataFrame:
-    """Host and device events of a step: name, kind, start_us, dur_us; the lengths of graphs are given."""
+    """Host and device events of a step: name, kind, start_us, dur_us. Raises ValueError for an unknown regime.
+
+    The device model plays the calls of each run of copies; here the stream is played on, over the whole step.
+    """
     if regime not in REGIMES:
         raise ValueError(f"regime: expected one of {REGIMES}, got {regime!r}")
-    graphs = (("draft graph", "graph", times.draft_us), ("verify", "verify", times.verify_us),
-              ("draft-extend graph", "graph", times.extend_us))  # fmt: skip
     first, second = copies.bursts()
-    played = [simulate([*first, REPLAY, REPLAY], profile, 0.0), simulate([*second, REPLAY], profile, 0.0)]
-    coming = iter(graphs)
-    rows, host_us, free_us = [], 0.0, -np.inf
+    halves = [simulate([*first, REPLAY, REPLAY], profile, 0.0), simulate([*second, REPLAY], profile, 0.0)]
+    graphs = [("draft graph", "graph", times.draft_us), ("verify", "verify", times.verify_us)]
+    graphs.append(("draft-extend graph", "graph", times.extend_us))
+    rows = []
+    host_us, free_us = 0.0, -np.inf
     if regime == "host ahead":  # work of the step before keeps the stream busy until all calls are made
-        free_us = sum(float((part.start_us + part.dur_us).max()) for part in played)
+        free_us = sum(float((half.start_us + half.dur_us).max()) for half in halves)
         rows.append((BEFORE, "graph", 0.0, free_us))
-    for part in played:
-        if regime == "gpu waits" and part is played[1]:
+    for number, half in enumerate(halves):
+        if regime == "gpu waits" and number:
             rows.append(("host waits", "wait", host_us, free_us - host_us))
             host_us = free_us
-        part = part.assign(start_us=part.start_us + host_us)
-        on_host = part.kind.isin(HOST_KINDS)
-        rows += part.loc[on_host, ["name", "kind", "start_us", "dur_us"]].itertuples(index=False)
-        called_us = part[part.kind == "runtime"].set_index("correlation").start_us
-        for event in part[~on_host].sort_values("correlation").itertuples():
+        half = half.assign(start_us=half.start_us + host_us)
+        on_host = half.kind.isin(HOST_KINDS)
+        calls = half[on_host]
+        rows += calls[["name", "kind", "start_us", "dur_us"]].itertuples(index=False)
+        host_us = float((calls.start_us + calls.dur_us).max())
+        called_us = calls[calls.kind == "runtime"].set_index("correlation").start_us
+        for event in half[~on_host].sort_values("correlation").itertuples():
             name, kind, length_us = event.name, event.kind, event.dur_us
             if kind == "graph":
-                name, kind, true_us = next(coming)
-                name += f"\n{true_us / 1000:.3g} ms"
-                length_us = min(true_us, longest_us)
+                name, kind, length_us = graphs.pop(0)
+                cut = ", cut" if length_us > longest_us else ""
+                name += f"\n{length_us / 1000:.3g} ms{cut}"
+                length_us = min(length_us, longest_us)
             ready_us = called_us[event.correlation] + profile["launch_latency_us"]
             start_us = max(ready_us, free_us + profile["gap_us"])
             rows.append((name, kind, start_us, length_us))
             free_us = start_us + length_us
-        host_us = float((part.start_us + part.dur_us)[on_host].max())
     return pd.DataFrame(rows, columns=["name", "kind", "start_us", "dur_us"])
