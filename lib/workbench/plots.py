@@ -130,7 +130,7 @@ def timeline(groups: Mapping[str, Lanes], title: str) -> Figure:
         for row, (label, table) in enumerate(tables.items()):
             seen |= _draw_lane(ax, -row, table, end, "////" if "modelled" in label else None)
         _rows(ax, tables)
-        ax.set_title(plain(name), fontsize=9.5, loc="left", fontweight="bold", pad=4)
+        ax.set_title(plain(name, 90), fontsize=9.5, loc="left", fontweight="bold", pad=4)
         ax.spines["left"].set_visible(False)
     ax.set_xlim(0, end * 1.01)
     ax.set_xlabel("time (µs)")
@@ -153,7 +153,8 @@ def _draw_lane(ax: Axes, y: float, table: pd.DataFrame, end: float, hatch: str |
             bar[0].set(edgecolor=edge, linewidth=0.8, hatch=None if row.kind == "wait" else hatch)
         if row.kind in ("graph", "verify", "wait") and width > end * 0.07:
             box = {"facecolor": "white", "alpha": 0.85, "edgecolor": "none", "pad": 0.8}
-            ax.bar_label(bar, [row.name], label_type="center", fontsize=7.5, zorder=7, bbox=box)
+            words = "\n".join(plain(line, 24) for line in row.name.split("\n")[:2])
+            ax.bar_label(bar, [words], label_type="center", fontsize=7.5, zorder=7, bbox=box)
     return seen
 
 
@@ -172,7 +173,7 @@ def _legend(fig: Figure, labels: Iterable[str], hatched: bool = False) -> None:
 
 def _rows(ax: Axes, names: Iterable[str]) -> None:
     """One row a name, from the top."""
-    labels = [textwrap.fill(plain(name, 70), 26) for name in names]
+    labels = [textwrap.fill(plain(name, 50), 26) for name in names]
     ax.set_yticks([-row for row in range(len(labels))], labels)
     ax.set_ylim(-len(labels) + 0.45, 0.55)
     ax.tick_params(axis="y", length=0)
@@ -244,7 +245,7 @@ def curves(
         colour = EVENT_COLOURS.get(name) or STRATEGY_COLOURS.get(name, INK)
         inside = colour if name in EVENT_COLOURS else "white"
         ax.plot(xs, ys, marker=marker, markersize=5, color=colour, markerfacecolor=inside)
-        ax.text(xs[-1], ys[-1], f"   {textwrap.fill(plain(name), 20)}", va="center")
+        ax.text(xs[-1], ys[-1], f"   {textwrap.fill(plain(name, 60), 20)}", va="center")
     if log:
         ax.set_xscale("log", base=2)
         ax.set_yscale("log")
@@ -264,7 +265,9 @@ def _marks(ax: Axes, marks: Marks | None, rotation: int = 90) -> None:
         where = {"ha": "right", "va": "top"} if rotation else {"ha": "center", "va": "bottom"}
         height = 0.98 if rotation else 1.0
         at = ax.get_xaxis_transform()
-        ax.text(place, height, plain(words), transform=at, rotation=rotation, fontsize=8, color=SOFT, **where)
+        ax.text(
+            place, height, plain(words, 60), transform=at, rotation=rotation, fontsize=8, color=SOFT, **where
+        )
 
 
 @in_style

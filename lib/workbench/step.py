@@ -109,20 +109,20 @@ class StepCopies:
     def fields(self) -> pd.DataFrame:
         """What is copied on the device, a row a field."""
         rows = []
-        for replay, runner, batch in (
-            ("draft", self.draft, self.draft_batch),
-            ("draft-extend", self.draft_extend, self.draft_extend_batch),
-        ):
-            buffers = runner.inputs(batch.batch_size)
-            for field in dataclasses.fields(batch):
-                src = getattr(batch, field.name)
-                dst = getattr(buffers, field.name)
-                if src is not None and not field.name.endswith("_cpu"):
-                    row = {"replay": replay, "field": field.name, "shape": tuple(src.shape)}
-                    row["dtype"] = str(dst.dtype).removeprefix("torch.")
-                    row["source"] = str(src.dtype).removeprefix("torch.")
-                    row["bytes"] = dst.nbytes
-                    rows.append(row)
+        halves = (self.draft, self.draft_batch), (self.draft_extend, self.draft_extend_batch)
+        for runner, batch in halves:
+            for field in runner.buffers.fields:
+                source = getattr(batch, field.name)
+                if source is None or field.host:
+                    continue
+                dtype = runner.buffers.tensors[field.name].dtype
+                row = {"replay": runner.table.replace("_", "-"), "field": field.name}
+                row |= {
+                    "shape": tuple(source.shape),
+                    "dtype": str(dtype)[6:],
+                    "source": str(source.dtype)[6:],
+                }
+                rows.append(row | {"bytes": source.numel() * dtype.itemsize})
         return pd.DataFrame(rows)
 
 
@@ -153,7 +153,7 @@ def measured_lanes(way: Way, device: str = "cpu", runs: int = 15) -> Lanes:
 
 
 def shortest_run(trace: pd.DataFrame, words: str) -> Lanes:
-    """Of the ranges annotated in a trace the shortest one, as lanes; of nested operators the outermost is kept."""
+    """Of a trace's annotated ranges the shortest one, as lanes; of nested operators the outermost is kept."""
     ranges = trace[trace.kind == "annotation"]
     start = ranges.start_us[ranges.dur_us.idxmin()]
     later = ranges.start_us[ranges.start_us > start].min()  # NaN after the last one
