@@ -17,17 +17,18 @@ import numpy as np
 import pandas as pd
 
 from lib.launches import KINDS, Launch
-from lib.profiles import DeviceProfile, load_trace
+from lib.profiles import load_trace
 from lib.workbench.evidence import label
+from lib.workbench.step import Lanes, shortest_run
 from lib.workbench.timing import Timing
 
 RECORDINGS = Path(__file__).resolve().parents[2] / "data" / "recordings"
 FORMAT = 2
-# steps: copy_inputs of both runners, a row a way. replays: replay of both runners; saved_us: quartiles of
-# per_copy's GPU time less this, round by round; equal: whether the outputs' bits are per_copy's. crossover: a row
-# a way of copying n tensors of `bytes` bytes: by memcpy, foreach or elementwise, and for one tensor in_group and
-# beside_group: in a foreach call with 8 small ones, or by a memcpy after it. In all: host_us, gpu_us, samples;
-# predicted, counted: launches by kind, {"memcpy": 7}; counted and device_us are null where the profiler failed.
+# steps: copy_inputs of both runners, a row a way. replays: replay of both runners; equal: whether the outputs'
+# bits are per_copy's. crossover: a row a way of copying n tensors of `bytes` bytes: by memcpy, foreach or
+# elementwise, and for one tensor in_group and beside_group: in a foreach call with 8 small ones, or by a memcpy
+# after it. In all: host_us, gpu_us, samples; predicted and counted, launches by kind, {"memcpy": 7}; counted is
+# null where the profiler failed.
 TABLES = ("steps", "replays", "crossover")
 WORK = {  # "<runtime call> <kind of event>: <name>" of work on a device -> its kind in KINDS
     "GraphLaunch| graph: ": "graph",
@@ -62,13 +63,10 @@ class Recording:
         """What every figure and table of it has to say; "modelled" where a stand-in for a GPU made it."""
         return label(self.meta["evidence"], self.meta["device"], self.meta["torch"], self.meta["date"])
 
-    def profile(self) -> DeviceProfile:
-        """The profile that was fitted from it. Raises ValueError where there is none."""
-        return DeviceProfile.load(self.path / "profile.json")
-
-    def trace(self, name: str) -> pd.DataFrame:
-        """The trace of a way ("per_copy"), or the one that the profile was fitted from ("calibration")."""
-        return load_trace(self.path / "traces" / f"{name}.json.gz")
+    def lanes(self, way: str) -> Lanes:
+        """The shortest step of a way's trace, as lanes for `plots.timeline`."""
+        trace = load_trace(self.path / "traces" / f"{way}.json.gz")
+        return shortest_run(trace, f"{self.meta['evidence']} {self.meta['device']}")
 
     def where(self, table: str, **values: object) -> pd.DataFrame:
         """The rows of a table that have these values, e.g. where("steps", batch_size=8)."""
@@ -104,8 +102,8 @@ class Recording:
     def dma_bytes(self) -> int | None:
         """From this size on a memcpy of its own is at least as fast on the GPU as a place in the group.
 
-        That is, at this and every larger size recorded, and for every dtype. None where that was not recorded,
-        or where the group won at the largest size.
+        That is, at this and every larger size recorded, for every dtype. None where that was not recorded, or
+        where the group won at the largest size.
         """
         sizes = []
         rows = self.where("crossover", n=1)
@@ -131,6 +129,8 @@ def load(recording: str | Path) -> Recording:
         for field in ("device", "torch", "date"):
             if not isinstance(meta[field], str) or not meta[field].strip():
                 raise ValueError(f"{field}: expected a text, got {meta[field]!r}")
+        if not isinstance(meta["skipped"], list):
+            raise ValueError(f"skipped: expected a list, got {meta['skipped']!r}")
         tables = {table: _rows(path / f"{table}.jsonl", meta["evidence"]) for table in TABLES}
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path}: not a recording of format {FORMAT}: {error!r}") from error
@@ -150,8 +150,8 @@ def _rows(path: Path, evidence: str) -> pd.DataFrame:
 def choose(recording: str, device: str) -> Recording | None:
     """The recording that a notebook shows, for its parameter `recording`.
 
-    "auto" is the newest one of `device` in data/recordings/, else the newest of any GPU, nothing modelled; one
-    that cannot be read is left out with a warning. "none" is none; anything else as for `load`.
+    "auto" is the newest one of `device` in data/recordings/, else the newest of any GPU, nothing modelled; what
+    cannot be read is left out with a warning. "none" is none; anything else as for `load`.
     """
     if recording == "none":
         return None
