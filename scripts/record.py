@@ -37,7 +37,7 @@ from lib.profiles import DEVICE_KINDS, fit_profile, from_profiler, load_trace, t
 from lib.strategies import STRATEGIES
 from lib.workbench.evidence import device_name
 from lib.workbench.recordings import FORMAT, launch_kind, load
-from lib.workbench.step import OPTIONS, REPLAY, StepCopies
+from lib.workbench.step import DRAFT, EXTEND, OPTIONS, StepCopies
 from lib.workbench.timing import Timing, measure
 
 WAYS = (*STRATEGIES, *OPTIONS)
@@ -186,7 +186,7 @@ def record_runs(recorder: Recorder, table: str, preset: str, layout: str, batch_
     ways, equal = {}, {}
     expected = [output.clone() for output in steps["per_copy"].replay()]
     for name, step in steps.items():
-        ways[name] = (step.replay, [*step.launches(), REPLAY, REPLAY])
+        ways[name] = (step.replay, [*step.launches(), DRAFT, EXTEND])
         equal[name] = all(map(torch.equal, step.replay(), expected))
         if not equal[name]:
             recorder.note(

@@ -210,6 +210,7 @@ def timings(results: Mapping[str, Timing], title: str, work: str, gpu: bool = Fa
     work: what was timed, e.g. "one step's copies". gpu: the samples of the GPU's time instead of the host's.
     """
     fig, (ax,) = new_figure(title, 0.95 + 0.45 * len(results))
+    worst = 0.0
     for row, (name, timing) in enumerate(results.items()):
         samples = timing.gpu_us if gpu else timing.host_us
         colour = STRATEGY_COLOURS.get(name, INK)
@@ -219,7 +220,7 @@ def timings(results: Mapping[str, Timing], title: str, work: str, gpu: bool = Fa
         ax.barh(-row, high - low, 0.4, low, facecolor="none", edgecolor=colour, linewidth=1.6)
         ax.vlines(middle, -row - 0.26, -row + 0.26, color=colour, linewidth=2.6)
         ax.text(middle, -row + 0.28, f"{middle:.1f} µs", ha="center", va="bottom", fontweight="bold")
-        worst = max(high, worst) if row else high
+        worst = max(high, worst)
     _rows(ax, results)
     ax.set_ylim(top=0.8)
     ax.set_xlim(0, worst * 1.35)  # far outliers of a busy machine would squeeze what is compared

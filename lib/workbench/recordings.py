@@ -17,9 +17,9 @@ import numpy as np
 import pandas as pd
 
 from lib.launches import KINDS, Launch
-from lib.profiles import load_trace
+from lib.profiles import lanes, load_trace
 from lib.workbench.evidence import label
-from lib.workbench.step import Lanes, shortest_run
+from lib.workbench.step import Lanes, range_of
 from lib.workbench.timing import Timing
 
 RECORDINGS = Path(__file__).resolve().parents[2] / "data" / "recordings"
@@ -64,9 +64,9 @@ class Recording:
         return label(self.meta["evidence"], self.meta["device"], self.meta["torch"], self.meta["date"])
 
     def lanes(self, way: str) -> Lanes:
-        """The shortest step of a way's trace, as lanes for `plots.timeline`."""
+        """One step of a way's trace, as lanes for `plots.timeline`."""
         trace = load_trace(self.path / "traces" / f"{way}.json.gz")
-        return shortest_run(trace, f"{self.meta['evidence']} {self.meta['device']}")
+        return lanes(range_of(trace, way))
 
     def where(self, table: str, **values: object) -> pd.DataFrame:
         """The rows of a table that have these values, e.g. where("steps", batch_size=8)."""

@@ -1,8 +1,8 @@
 """The copies of one speculative step, both replays together: counted, measured here, modelled for a GPU.
 
 A step is: draft's copies | draft graph | verify | draft-extend's copies | draft-extend graph. What the copies
-cost depends on the regime. "gpu waits": the host begins each run of copies on an empty stream, since it waited
-for a result of verify or for its scheduler. "host ahead": it makes all its calls while earlier work still runs.
+cost depends on the regime. WAITS: the host begins each run of copies on an empty stream, since it waited for
+verify's result or for its scheduler. AHEAD: it makes all its calls while earlier work still runs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import dataclasses
 from collections import Counter
 from dataclasses import dataclass
 
-import numpy as np
 import pandas as pd
 import torch
 
@@ -24,14 +23,17 @@ from lib.eagle import (
     EagleDraftExtendCudaGraphRunner,
 )
 from lib.eagle.model import DraftModel
-from lib.launches import KINDS, Launch
-from lib.profiles import DEVICE_KINDS, HOST_KINDS, DeviceProfile, from_profiler, simulate
+from lib.launches import KINDS, MEMCPY, Launch
+from lib.profiles import AHEAD, DEVICE_KINDS, WAITS, DeviceProfile, from_profiler, lanes, of_range, simulate
 from lib.workbench.timing import Way
 
 Lanes = dict[str, pd.DataFrame]
-REGIMES = ("gpu waits", "host ahead")
-REPLAY = Launch("graph", 0, 0, "graph replay")
-BEFORE = "the step before"
+Times = dict[str, float]  # of GRAPHS, in us on the device
+REGIMES = (WAITS, AHEAD)
+GRAPHS = ("draft graph", "verify", "draft-extend graph")
+DRAFT, VERIFY, EXTEND = (Launch("graph", 0, 0, name) for name in GRAPHS)
+# The host needs it to go on, unless it is ahead.
+ACCEPTED = Launch("dtoh", 1, 256, "which tokens verify kept")
 OPTIONS: dict[str, dict[str, bool]] = {  # ways that ask something of whoever makes the inputs
     "one_allocation": {"one_allocation": True},
     "copy_in_graph": {"copy_in_graph": True},
@@ -144,39 +146,28 @@ def measured_lanes(way: Way, device: str = "cpu", runs: int = 15) -> Lanes:
     for _ in range(runs):
         way()
     with torch.profiler.profile(activities=activities) as profile:
-        for _ in range(runs):
-            with torch.profiler.record_function("one run"):
+        for run in range(runs):
+            with torch.profiler.record_function(f"run {run:02}"):
                 way()
             if device == "cuda":
                 torch.cuda.synchronize()
-    return shortest_run(from_profiler(profile), "measured")
+    trace = from_profiler(profile)
+    runs = trace[trace.kind == "annotation"]
+    return lanes(range_of(trace, runs.name[runs.dur_us.idxmin()]))
 
 
-def shortest_run(trace: pd.DataFrame, words: str) -> Lanes:
-    """Of a trace's annotated ranges the shortest one, as lanes; of nested operators the outermost is kept."""
-    ranges = trace[trace.kind == "annotation"]
-    start = ranges.start_us[ranges.dur_us.idxmin()]
-    later = ranges.start_us[ranges.start_us > start].min()  # NaN after the last one
-    inside = trace[(trace.start_us >= start) & ~(trace.start_us >= later) & (trace.kind != "annotation")]
-    inside = inside.assign(start_us=inside.start_us - start)
-    lanes = {}
-    for track, events in inside.groupby("track", observed=True):
-        operators = events[events.kind == "host_op"]
-        ends = (operators.start_us + operators.dur_us).cummax().shift(fill_value=0.0)
-        nested = operators.index[operators.start_us < ends]
-        lanes[f"{track} · {words}"] = events.drop(nested)
-    return lanes
+def range_of(trace: pd.DataFrame, name: str) -> pd.DataFrame:
+    """What the first range of this name holds, without nested operators: they would hide the outermost."""
+    inside = of_range(trace, name)
+    inside = inside[inside.kind != "annotation"]
+    operators = inside[inside.kind == "host_op"]
+    ends = (operators.start_us + operators.dur_us).cummax().shift(fill_value=0.0)
+    return inside.drop(operators.index[operators.start_us < ends])
 
 
 def modelled_lanes(launches: list[Launch], profile: DeviceProfile) -> Lanes:
     """The launches played on a profile's device: a host lane and a stream lane."""
-    return split_lanes(simulate(launches, profile), profile)
-
-
-def split_lanes(table: pd.DataFrame, profile: DeviceProfile) -> Lanes:
-    on_host = table.kind.isin([*HOST_KINDS, "wait"])
-    name = f"modelled {profile.name}"
-    return {f"host · {name}": table[on_host], f"stream · {name}": table[~on_host]}
+    return lanes(simulate(launches, profile))
 
 
 def span_us(launches: list[Launch], profile: DeviceProfile) -> float:
@@ -193,107 +184,72 @@ def idle_share(launches: list[Launch], profile: DeviceProfile) -> float:
     return float(1 - work.dur_us.sum() / (ends.max() - work.start_us.min()))
 
 
-def device_us(kind: str, size: int, profile: DeviceProfile) -> float:
-    """Modelled time on the device of one launch of `kind` that writes `size` bytes."""
-    table = simulate([Launch(kind, 1, size, "one tensor")], profile)
-    work = table[table.kind.isin(DEVICE_KINDS)]
-    return float(work.dur_us.iloc[0])
+def graph_times(config: EagleConfig, profile: DeviceProfile, parameters: float = 8.03e9) -> Times:
+    """The least time, in us, that the graphs of a step take: reading all their weights once, two bytes each.
+
+    At the rate of memcpys, which read and write: reading alone is twice as fast. The head that draft runs a
+    step less than its levels, and draft-extend once, has fc, one layer and the LM head.
+
+    parameters: of the target, which verify runs.
+    """
+    hidden = config.hidden_size
+    head = 6 * hidden * hidden + 3 * hidden * config.intermediate_size + config.vocab_size * hidden
+    read = ((config.num_steps - 1) * head, parameters, head)
+    return {name: n / (profile["memcpy_gb_per_s"] * 1e3) for name, n in zip(GRAPHS, read)}
 
 
-@dataclass(frozen=True)
-class Times:
-    """How long the graphs of a step and the target's verify run on the device, in us."""
-
-    draft_us: float = 1000.0
-    verify_us: float = 1000.0
-    extend_us: float = 1000.0
-
-    @classmethod
-    def of(cls, config: EagleConfig, profile: DeviceProfile, target_parameters: float = 8.03e9) -> Times:
-        """The least they can take: reading all weights once, at two bytes each and the rate of memcpys.
-
-        A memcpy reads and writes, so reading alone is twice as fast. The head: fc, one layer, the LM head.
-        """
-        hidden = config.hidden_size
-        layer = 6 * hidden * hidden + 3 * hidden * config.intermediate_size
-        bytes_a_us = 2 * profile["memcpy_gb_per_s"] * 1e3
-        head_us = 2 * (layer + config.vocab_size * hidden) / bytes_a_us
-        return cls((config.num_steps - 1) * head_us, 2 * target_parameters / bytes_a_us, head_us)
+def play(copies: StepCopies, profile: DeviceProfile, times: Times, regime: str) -> pd.DataFrame:
+    """A whole step as a table of `simulate`. Raises ValueError for a regime that is none of REGIMES."""
+    if regime not in REGIMES:
+        raise ValueError(f"regime: expected one of {REGIMES}, got {regime!r}")
+    first, second = copies.bursts()
+    work = [*first, DRAFT, VERIFY, ACCEPTED, *second, EXTEND]
+    return simulate(work, profile, times, ahead=regime == AHEAD)
 
 
 def step_lanes(
     copies: StepCopies, profile: DeviceProfile, times: Times, regime: str, longest_us: float = 120.0
 ) -> Lanes:
-    """A whole step as lanes; graphs are cut at `longest_us`, and say how long they are."""
-    return split_lanes(play(copies, profile, times, regime, longest_us), profile)
+    """A whole step as lanes. Graphs are cut at `longest_us`, and say how long they are; waits are marked."""
+    cut = {name: min(time_us, longest_us) for name, time_us in times.items()}
+    table = play(copies, profile, cut, regime)
+    words = {name: f"{name}\n{time_us / 1000:.3g} ms" for name, time_us in times.items()}
+    name, kind = table.name.astype(object), table.kind.astype(object)
+    waits = (name == MEMCPY) & (table.dur_us > 2 * profile["host_memcpy_us"])
+    kind = kind.mask(waits, "wait").mask(name == "verify", "verify")
+    table = table.assign(name=name.replace(words).mask(waits, "waits for verify"), kind=kind)
+    if regime == AHEAD:
+        first_us = table.start_us[table.stream >= 0].min() - profile["gap_us"]
+        before = table[table.kind == "graph"].iloc[:1]
+        before = before.assign(name="the step before", start_us=0.0, dur_us=first_us)
+        table = pd.concat([before, table])
+    return lanes(table)
 
 
 def step_us(copies: StepCopies, profile: DeviceProfile, times: Times, regime: str) -> float:
     """Modelled time of a whole step, to the end of the draft-extend graph.
 
-    It begins with the host's first call, or, where the host is ahead, when the step before ends.
+    It begins with the host's first call, or, where the host is ahead, with the first work on the device.
     """
     table = play(copies, profile, times, regime)
-    ends = table.start_us + table.dur_us
-    return float(ends.max() - ends[table.name == BEFORE].sum())
+    begin_us = table.start_us[table.kind.isin(DEVICE_KINDS)].min() if regime == AHEAD else 0.0
+    return float((table.start_us + table.dur_us).max() - begin_us)
 
 
 def copy_share(copies: StepCopies, profile: DeviceProfile, times: Times, regime: str) -> float:
     """Modelled share of a step that is neither graph nor verify."""
-    graphs_us = times.draft_us + times.verify_us + times.extend_us
-    return 1 - graphs_us / step_us(copies, profile, times, regime)
+    return 1 - sum(times.values()) / step_us(copies, profile, times, regime)
 
 
 def saving(before: StepCopies, after: StepCopies, profile: DeviceProfile, regime: str) -> Range:
     """What a step gets shorter by, with its range over all that the profile only assumes."""
+    times = dict.fromkeys(GRAPHS, 1000.0)  # of graphs that outlast the host's calls
     found = []
     for end in (None, "fast", "slow"):
         figures = dict(profile.figures)
         for name in profile.unknown if end else ():
             figures[name] = profile.at(end).figures[name]
         played = dataclasses.replace(profile, figures=figures)
-        whole = step_us(before, played, Times(), regime)
-        found.append(whole - step_us(after, played, Times(), regime))
+        whole = step_us(before, played, times, regime)
+        found.append(whole - step_us(after, played, times, regime))
     return Range(found[0], min(found), max(found))
-
-
-def play(
-    copies: StepCopies, profile: DeviceProfile, times: Times, regime: str, longest_us: float = np.inf
-) -> pd.DataFrame:
-    """Host and device events of a step: name, kind, start_us, dur_us. Raises ValueError for an unknown regime.
-
-    The device model plays the calls of each run of copies; here the stream is played on, over the whole step.
-    """
-    if regime not in REGIMES:
-        raise ValueError(f"regime: expected one of {REGIMES}, got {regime!r}")
-    first, second = copies.bursts()
-    halves = [simulate([*first, REPLAY, REPLAY], profile, 0.0), simulate([*second, REPLAY], profile, 0.0)]
-    graphs = [("draft graph", "graph", times.draft_us), ("verify", "verify", times.verify_us)]
-    graphs.append(("draft-extend graph", "graph", times.extend_us))
-    rows = []
-    host_us, free_us = 0.0, -np.inf
-    if regime == "host ahead":  # work of the step before keeps the stream busy until all calls are made
-        free_us = sum(float((half.start_us + half.dur_us).max()) for half in halves)
-        rows.append((BEFORE, "graph", 0.0, free_us))
-    for number, half in enumerate(halves):
-        if regime == "gpu waits" and number:
-            rows.append(("host waits", "wait", host_us, free_us - host_us))
-            host_us = free_us
-        half = half.assign(start_us=half.start_us + host_us)
-        on_host = half.kind.isin(HOST_KINDS)
-        calls = half[on_host]
-        rows += calls[["name", "kind", "start_us", "dur_us"]].itertuples(index=False)
-        host_us = float((calls.start_us + calls.dur_us).max())
-        called_us = calls[calls.kind == "runtime"].set_index("correlation").start_us
-        for event in half[~on_host].sort_values("correlation").itertuples():
-            name, kind, length_us = event.name, event.kind, event.dur_us
-            if kind == "graph":
-                name, kind, length_us = graphs.pop(0)
-                cut = ", cut" if length_us > longest_us else ""
-                name += f"\n{length_us / 1000:.3g} ms{cut}"
-                length_us = min(length_us, longest_us)
-            ready_us = called_us[event.correlation] + profile["launch_latency_us"]
-            start_us = max(ready_us, free_us + profile["gap_us"])
-            rows.append((name, kind, start_us, length_us))
-            free_us = start_us + length_us
-    return pd.DataFrame(rows, columns=["name", "kind", "start_us", "dur_us"])
