@@ -4,11 +4,11 @@ python scripts/update_readme.py [--check]
 """
 
 # ruff: noqa: E402
-
 from __future__ import annotations
 
 import argparse
 import hashlib
+import io
 import re
 import sys
 from pathlib import Path
@@ -16,84 +16,77 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import matplotlib
+from PIL import Image, PngImagePlugin
 
-matplotlib.use("Agg")
-
-from PIL import Image
-
-from lib import plots, step
-from lib.device_model import DeviceProfile
 from lib.eagle import EagleConfig
-from lib.routes import Launch
+from lib.profiles import AHEAD, WAITS, DeviceProfile
+from lib.workbench import plots
+from lib.workbench.step import Lanes, StepCopies, graph_times, saving, step_lanes
 
 FIGURE = ROOT / "data" / "readme_step.png"
 PROFILE = DeviceProfile.load("v100")
 CONFIG = EagleConfig.preset("llama3-8b")
+WAYS = ("per_copy", "grouped_foreach_dma", "small_copy", "copy_plan", "fused")
 BLOCK = re.compile(r"(<!-- numbers:begin -->\n).*?(<!-- numbers:end -->)", re.S)
 ROWS = {
-    "README.md": {
-        "head": "| a step, both replays | one `copy_()` a field | PR 28465 | `CopyPlan` | kind | see it |",
-        "launches": "launches",
-        "padded": "launches, padded batch",
-        "span": "µs until the last copy is done, V100, without Python",
-        "counted": "counted",
-        "modelled": "modelled",
-    },
-    "README.zh.md": {
-        "head": "| 每步，两次重放合计 | 每字段一次 `copy_()` | PR 28465 | `CopyPlan` | 类别 | 复现命令 |",
-        "launches": "启动次数",
-        "padded": "启动次数（批次有填充）",
-        "span": "最后一次拷贝完成所需 µs，V100，不含 Python",
-        "counted": "计数（精确）",
-        "modelled": "模型推算",
-    },
+    "README.md": (
+        "| a step, both replays | `copy_()` a field | PR 28465 | SGLang 0.5.23 | `ReplayCopies` | `fused` "
+        "| kind | see it |",
+        ("launches", "counted"),
+        ("launches, padded batch", "counted"),
+        ("µs saved a step on a V100 whose GPU waits for the host", "modelled"),
+        ("µs saved a step on a V100 whose host is ahead", "modelled"),
+    ),
+    "README.zh.md": (
+        "| 每步，两次重放合计 | 每字段一次 `copy_()` | PR 28465 | SGLang 0.5.23 | `ReplayCopies` | `fused` "
+        "| 类别 | 复现命令 |",
+        ("启动次数", "计数"),
+        ("启动次数（批次有填充）", "计数"),
+        ("V100 上每步节省的 µs：GPU 等待主机", "模型推算"),
+        ("V100 上每步节省的 µs：主机领先", "模型推算"),
+    ),
 }
 
 
-def launches(strategy: str, batch_size: int) -> list[Launch]:
-    return step.StepCopies.build(CONFIG, strategy, batch_size).launches()
-
-
-def numbers(words: dict[str, str]) -> str:
-    """The table of a README: three numbers, each before, after, with a plan, and how to see it again."""
-    ways = ("per_copy", "grouped_foreach_dma", "copy_plan")
-    whole = [launches(way, 8) for way in ways]
-    padded = [launches(way, 5) for way in ways]
-    spans = []
-    for made in whole:
-        middle, ends = step.span_us(made, PROFILE), step.assumed_range_us(made, PROFILE)
-        known = ends[1] - ends[0] < 0.5
-        spans.append(f"{middle:.0f}" if known else f"{middle:.0f} ({ends[0]:.0f}–{ends[1]:.0f})")
-    rows = (
-        (words["launches"], [len(x) for x in whole], words["counted"], "04"),
-        (words["padded"], [len(x) for x in padded], words["counted"], "06"),
-        (words["span"], spans, words["modelled"], "04"),
-    )
-    lines = [words["head"], "| --- | --- | --- | --- | --- | --- |"]
-    for what, values, kind, notebook in rows:
-        cells = " | ".join(f"**{value}**" for value in values)
+def numbers(name: str) -> str:
+    """The table of a README: each number by way of copying, its kind, and how to see it again."""
+    whole = [StepCopies.build(CONFIG, way, 8) for way in WAYS]
+    padded = [StepCopies.build(CONFIG, way, 5) for way in WAYS]
+    head, *texts = ROWS[name]
+    values = [[len(copies.launches()) for copies in whole], [len(copies.launches()) for copies in padded]]
+    for regime in (WAITS, AHEAD):
+        saved = [saving(whole[0], copies, PROFILE, regime) for copies in whole[1:]]
+        values.append(["–", *(f"{s.middle:.0f} ({s.low:.0f}–{s.high:.0f})" for s in saved)])
+    lines = [head, "|" + " --- |" * (len(WAYS) + 3)]
+    for (what, kind), row, notebook in zip(texts, values, ("04", "06", "00", "00")):
+        cells = " | ".join(f"**{value}**" for value in row)
         lines.append(f"| {what} | {cells} | {kind} | `./run_all.sh --only {notebook}` |")
     return "\n".join(lines) + f"\n\n<sub>{PROFILE.label()}</sub>\n"
 
 
-def lanes() -> dict:
-    return {
-        name: step.modelled_lanes(launches(name, 8), PROFILE) for name in ("per_copy", "grouped_foreach_dma")
-    }
+def groups() -> dict[str, Lanes]:
+    """One step as it is, in both regimes, before and after."""
+    times = graph_times(CONFIG, PROFILE)
+    found = {}
+    for regime in (WAITS, AHEAD):
+        for way in WAYS[:2]:
+            copies = StepCopies.build(CONFIG, way, 8)
+            found[f"{regime}: {way}"] = step_lanes(copies, PROFILE, times, regime)
+    return found
 
 
 def fingerprint() -> str:
     """Of what the figure shows; the picture itself differs with fonts and versions."""
-    tables = [table.round(3).to_csv() for tables in lanes().values() for table in tables.values()]
+    tables = [table.round(3).to_csv() for lanes in groups().values() for table in lanes.values()]
     return hashlib.sha256("\n".join(tables).encode()).hexdigest()
 
 
 def draw() -> None:
-    plots.use_style()
-    fig = plots.timeline(lanes(), "The input copies of one EAGLE step: 16 launches, then 6")
-    plots.write_evidence(fig, PROFILE.label())
-    fig.savefig(FIGURE, dpi=120, bbox_inches="tight", metadata={"Description": fingerprint()})
+    fig = plots.timeline(groups(), "7 copies, draft graph, verify, 9 copies, draft-extend graph")
+    image = Image.open(io.BytesIO(plots.png(fig, f"{PROFILE.label()} · graphs cut short")))
+    about = PngImagePlugin.PngInfo()
+    about.add_text("Description", fingerprint())
+    image.save(FIGURE, pnginfo=about, optimize=True)
 
 
 def stale() -> list[str]:
@@ -101,9 +94,9 @@ def stale() -> list[str]:
     found = []
     if not FIGURE.exists() or Image.open(FIGURE).info.get("Description") != fingerprint():
         found.append(str(FIGURE.relative_to(ROOT)))
-    for name, words in ROWS.items():
+    for name in ROWS:
         block = BLOCK.search((ROOT / name).read_text(encoding="utf-8"))
-        if block is None or numbers(words) not in block[0]:
+        if block is None or numbers(name) not in block[0]:
             found.append(name)
     return found
 
@@ -112,13 +105,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where something is stale")
     if parser.parse_args().check:
-        for name in stale():
+        names = stale()
+        for name in names:
             print(f"stale: {name}; python scripts/update_readme.py writes it anew")
-        return bool(stale())
+        return bool(names)
     draw()
-    for name, words in ROWS.items():
+    for name in ROWS:
         path = ROOT / name
-        text, n = BLOCK.subn(lambda m, w=words: m[1] + numbers(w) + m[2], path.read_text(encoding="utf-8"))
+        table = numbers(name)
+        text, n = BLOCK.subn(lambda m, t=table: m[1] + t + m[2], path.read_text(encoding="utf-8"))
         if n != 1:
             raise SystemExit(f"{name}: expected one block of numbers between its two comments, found {n}")
         path.write_text(text, encoding="utf-8")

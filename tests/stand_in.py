@@ -1,79 +1,85 @@
-"""A stand-in for the GPU of lib/record.py: work runs on the CPU, times are those of a device profile."""
+"""A stand-in for the GPU of scripts/record.py: work runs on the CPU, times are those of a device profile."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
+import importlib.util
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
-from lib.device_model import DeviceProfile, simulate
-from lib.record import GpuDevice, Way
-from lib.routes import Launch
-from lib.timing import Timing
-from lib.traces import KINDS
+from lib.launches import Launch
+from lib.profiles import HOST_KINDS, DeviceProfile, simulate
+from lib.workbench.timing import Timing
+
+SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "record.py"
+_spec = importlib.util.spec_from_file_location("record", SCRIPT)
+record = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(record)
 
 
-class StandIn(GpuDevice):
-    """Launches what lib/routes.py predicts, but for `quirk`, which may change a launch or make it None.
+class StandIn(record.Gpu):
+    """Launches what lib/launches.py predicts, but for `quirk`, which may change a launch or make it None.
 
-    fail_after: raise KeyboardInterrupt at this call of `measure` or `trace`, counted from 1.
+    fails: what to raise at the n-th call of `measure` or `trace`, by n from 1.
     """
 
     torch_device = "cpu"
+    evidence = "modelled"
 
-    def __init__(self, profile: str = "v100", free: int = 2**28, quirk=None, fail_after: int | None = None):
-        self.profile, self.free, self.quirk, self.left = DeviceProfile.load(profile), free, quirk, fail_after
-        self.calls = 0
-        self._played = lru_cache(maxsize=4096)(self._simulate)  # one step is played many times
+    def __init__(
+        self,
+        quirk: Callable[[Launch], Launch | None] = lambda launch: launch,
+        fails: dict[int, BaseException] | None = None,
+    ) -> None:
+        self.profile = DeviceProfile.load("v100")
+        self.quirk, self.fails, self.calls = quirk, fails or {}, 0
+        self.played: dict[tuple, pd.DataFrame] = {}  # one step is played many times
 
     def facts(self) -> dict[str, object]:
-        return {"device": self.profile.device, "driver": "none"}
+        return {"device": f"modelled {self.profile.device}", "driver": "none"}
 
-    def free_bytes(self) -> int:
-        return self.free
-
-    def measure(self, ways: dict[str, Way], rounds: int, calls: int) -> dict[str, Timing]:
+    def measure(self, ways: dict, rounds: int, calls: int) -> dict[str, Timing]:
         self._tick()
         noise = 1 + 0.02 * np.sin(np.arange(rounds))
         timings = {}
-        for name, way in ways.items():
-            table = self._play(way.launches)
-            end, host = table["start_us"] + table["dur_us"], table["thread"] >= 0
-            timings[name] = Timing(name, tuple(end[host].max() * noise), tuple(end.max() * noise))
+        for name, (run, made) in ways.items():
+            run()
+            table = self._play(made)
+            ends = table.start_us + table.dur_us
+            host_us = ends[table.kind.isin(HOST_KINDS)].max()
+            timings[name] = Timing(name, tuple(host_us * noise), tuple(ends.max() * noise))
         return timings
 
-    def trace(self, ways: dict[str, Way], repeats: int) -> pd.DataFrame:
+    def trace(self, ways: dict, repeats: int) -> pd.DataFrame:
         self._tick()
         tables, now = [], 0.0
-        for name, way in list(ways.items()) * repeats:
-            played = self._play(way.launches)
-            end = played["start_us"] + played["dur_us"]
-            on_host = {"kind": "annotation", "track": "host 0", "stream": -1, "thread": 0, "correlation": -1}
-            host_us = end[played["thread"] >= 0].max()
-            span = on_host | {"name": name, "start_us": 0.0, "dur_us": host_us}
-            text = dict.fromkeys(("name", "kind", "track"), object)
-            one = pd.concat([pd.DataFrame([span]), played.astype(text)])
-            own = one["correlation"].where(one["correlation"] < 0, one["correlation"] + 1000 * len(tables))
-            tables.append(one.assign(start_us=one["start_us"] + now, correlation=own))
-            now += end.max() + 50
+        for name, (_, made) in list(ways.items()) * repeats:
+            part = self._play(made).astype({"name": object, "kind": object, "track": object})
+            ends = part.start_us + part.dur_us
+            span = part.iloc[:1].assign(name=name, kind="annotation", start_us=0.0, correlation=-1)
+            span["dur_us"] = ends[part.kind.isin(HOST_KINDS)].max() if made else 1.0
+            if not made:
+                part = part[:0]
+            own = part.correlation.where(part.correlation < 0, part.correlation + 1000 * len(tables))
+            both = pd.concat([span, part.assign(correlation=own)])
+            tables.append(both.assign(start_us=both.start_us + now))
+            now += ends.max() + 50
         table = pd.concat(tables).sort_values("start_us", kind="stable", ignore_index=True)
-        types = {"name": "category", "kind": pd.CategoricalDtype(list(KINDS)), "track": "category"}
-        table = table.astype(types | {"correlation": "int64", "bytes": float})
-        table.attrs = played.attrs
+        first = next(iter(self.played.values()))
+        table = table.astype(first.dtypes.drop(["name", "track", "kind"]))
+        table = table.astype({"name": "category", "track": "category", "kind": "category"})
+        table.attrs = dict(first.attrs)
         return table
 
     def _play(self, launches: Sequence[Launch]) -> pd.DataFrame:
-        made = (self.quirk(x) if self.quirk else x for x in launches)
-        return self._played(tuple(x for x in made if x))
-
-    def _simulate(self, made: tuple[Launch, ...]) -> pd.DataFrame:
-        if not made:  # nothing to play: an empty table of the same shape, one moment long
-            return simulate([Launch("fill", 1, 0, "")], self.profile).iloc[:1].assign(dur_us=0.1)
-        return simulate(made, self.profile, graph_us=300.0)
+        made = tuple(launch for launch in map(self.quirk, launches) if launch)
+        if made not in self.played:  # nothing to play is a moment of something
+            self.played[made] = simulate(made or [Launch("fill", 1, 0, "")], self.profile, 300.0)
+        return self.played[made]
 
     def _tick(self) -> None:
         self.calls += 1
-        if self.calls == self.left:
-            raise KeyboardInterrupt
+        if self.calls in self.fails:
+            raise self.fails[self.calls]

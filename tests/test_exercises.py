@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-
 from lib.evidence import exercise
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+
+Way = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -30,31 +33,26 @@ class Timing:
     def median_us(self) -> float:
         return statistics.median(self.host_us)
 
-    @property
-    def spread_us(self) -> tuple[float, float]:
-        """The middle half of the host samples: first and third quartile."""
-        return quartiles(self.host_us)
+
+def quartiles(samples: Sequence[float]) -> tuple[float, float]:
+    """The ends of the middle half of the samples."""
+    first, third = np.percentile(samples, (25, 75))
+    return float(first), float(third)
 
 
-def quartiles(samples: tuple[float, ...]) -> tuple[float, float]:
-    if len(samples) < 2:
-        return samples[0], samples[0]
-    first, _, third = statistics.quantiles(samples, n=4, method="inclusive")
-    return first, third
-
-
-def ratio(a: Timing, b: Timing) -> float:
-    """Median over the rounds of a's host time by b's."""
-    return statistics.median(x / y for x, y in zip(a.host_us, b.host_us, strict=True))
+def ratio(timing: Timing, base: Timing) -> float:
+    """Median over the rounds of one way's host time by the other's in the same round."""
+    pairs = zip(timing.host_us, base.host_us, strict=True)
+    return statistics.median(own / other for own, other in pairs)
 
 
 def measure(
-    ways: dict[str, Callable[[], object]],
+    ways: dict[str, Way],
     rounds: int = 30,
     calls: int = 20,
     warmup: int = 3,
-    device: str | torch.device = "cpu",
-    on_round: Callable[[], object] | None = None,
+    device: str = "cpu",
+    on_round: Way = lambda: None,
 ) -> dict[str, Timing]:
     """Time each way `rounds` times, interleaved; a sample is the mean of `calls` calls in a row.
 
@@ -70,36 +68,33 @@ def measure(
     """
     if not ways or rounds < 1 or calls < 1:
         raise ValueError(f"expected ways, rounds and calls of at least 1, got {len(ways)}, {rounds}, {calls}")
-    on_gpu = torch.device(device).type == "cuda"
-    sample = _gpu_sample if on_gpu else _host_sample
+    sample = _gpu_sample if device.startswith("cuda") else _host_sample
     for way in ways.values():
         for _ in range(warmup):
             sample(way, calls)
-    samples: dict[str, list[tuple[float, ...]]] = {name: [] for name in ways}
-    names = list(ways)
-    for i in range(rounds):
-        for name in names if i % 2 == 0 else reversed(names):
+    samples = {name: [] for name in ways}
+    order = list(ways)
+    for _ in range(rounds):
+        for name in order:
             samples[name].append(sample(ways[name], calls))
-        if on_round is not None:
-            on_round()
-    return {name: Timing(name, *(tuple(column) for column in zip(*samples[name]))) for name in ways}
+        order.reverse()
+        on_round()
+    return {name: Timing(name, *zip(*samples[name])) for name in ways}
 
 
-def _host_sample(way: Callable[[], object], calls: int) -> tuple[float, ...]:
-    start = time.perf_counter_ns()
+def _host_sample(way: Way, calls: int) -> tuple[float, ...]:
+    start = time.perf_counter()
     for _ in range(calls):
         way()
-    return ((time.perf_counter_ns() - start) / calls / 1000,)
+    return ((time.perf_counter() - start) / calls * 1e6,)
 
 
-def _gpu_sample(way: Callable[[], object], calls: int) -> tuple[float, ...]:
-    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+def _gpu_sample(way: Way, calls: int) -> tuple[float, ...]:
+    first = torch.cuda.Event(enable_timing=True)
+    last = torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
-    start = time.perf_counter_ns()
     first.record()
-    for _ in range(calls):
-        way()
+    (host_us,) = _host_sample(way, calls)
     last.record()
-    host = (time.perf_counter_ns() - start) / calls / 1000
     torch.cuda.synchronize()
-    return host, first.elapsed_time(last) * 1000 / calls
+    return host_us, first.elapsed_time(last) / calls * 1e3

@@ -1,0 +1,1 @@
+"""What notebooks and the recorder need around the core: timing, evidence, plots, drawings, recordings."""

@@ -1,0 +1,302 @@
+"""Figures of launches and times, drawn for 800 px and for print: units on every axis, evidence below.
+
+Two palettes that cannot be taken for each other. Kinds of work are filled areas in Okabe and Ito's colours,
+which colour-blind readers can tell apart (`launches.KINDS`); the host is grey. Strategies are outlines and
+markers in one plum hue, from light to dark in the order of the notebooks, with their names beside them.
+
+Figures are made without pyplot and under plots.mplstyle alone: no MPLBACKEND, matplotlibrc or IPython setting
+changes them, and `$` in a name is a dollar.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import matplotlib.style
+import numpy as np
+import seaborn as sns
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import LogLocator, MaxNLocator
+
+from lib.launches import KINDS, Launch
+from lib.workbench.evidence import plain
+from lib.workbench.recordings import launch_kind
+from lib.workbench.timing import Timing, quartiles
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+
+    from lib.workbench.step import Range
+
+    Lanes = Mapping[str, pd.DataFrame]
+    Line = tuple[Sequence[float], Sequence[float]]
+    Marks = Mapping[float, str]
+
+LEGEND_COLUMNS = 4
+INK, SOFT, PAPER = "#1F2430", "#565D6B", "#F3F4F7"
+EVENT_COLOURS = {kind.label: kind.colour for kind in KINDS.values()} | {
+    "verify (target model)": "#93D4BE",
+    "other work": "#E3D9C6",
+    "copy_() on the host": "#9AA3B2",
+    "_foreach_copy_() on the host": "#66718A",
+    "operator on the host": "#D3D7DF",
+    "CUDA call on the host": "#2F3545",
+    "host waits": "#FFFFFF",
+}
+EVENT_LABELS = {  # by name of an operator, else by the kind of event
+    "aten::copy_": "copy_() on the host",
+    "aten::_foreach_copy_": "_foreach_copy_() on the host",
+    "host_op": "operator on the host",
+    "runtime": "CUDA call on the host",
+    "wait": "host waits",
+    "verify": "verify (target model)",
+}
+STRATEGY_COLOURS = {
+    "per_copy": "#B79CC4",
+    "uint8_view": "#A98BB8",
+    "grouped_foreach": "#9A79AB",
+    "grouped_foreach_dma": "#8A679D",
+    "small_copy": "#79558E",
+    "copy_plan": "#68447E",
+    "fused": "#57356D",
+    "one_allocation": "#46275B",
+    "copy_in_graph": "#361A49",
+    "no_copy": "#270E38",
+}
+in_style = matplotlib.style.context(["default", Path(__file__).with_name("plots.mplstyle")])  # a decorator
+
+
+def new_figure(title: str, height: float, rows: int = 1, **grid: object) -> tuple[Figure, Sequence[Axes]]:
+    """A figure 800 px wide, of `height` inches, with its title, and its axes below each other."""
+    fig = Figure(figsize=(8, height))
+    fig.suptitle(textwrap.fill(plain(title), 88), x=0.01, ha="left")
+    return fig, fig.subplots(rows, 1, squeeze=False, **grid)[:, 0]
+
+
+@in_style
+def png(fig: Figure, evidence: str) -> bytes:
+    """The finished figure with its evidence below; a long one takes more lines, not smaller letters."""
+    lines = [line for part in evidence.split("\n") for line in textwrap.wrap(plain(part, 600), 140)]
+    legend_rows = sum(-(-len(legend.legend_handles) // LEGEND_COLUMNS) for legend in fig.legends)
+    text_inches = 0.14 * len(lines) + 0.08
+    below = text_inches + 0.2 * legend_rows
+    height = fig.get_figheight() + below
+    fig.set_figheight(height)
+    fig.get_layout_engine().set(rect=(0, below / height, 1, 1 - below / height))
+    for legend in fig.legends:
+        legend.set_bbox_to_anchor((0, text_inches / height), fig.transFigure)
+    fig.text(0.01, 0.04 / height, "\n".join(lines), fontsize=7.5, color=SOFT)
+    file = io.BytesIO()
+    fig.savefig(file, format="png")
+    return file.getvalue()
+
+
+def show(fig: Figure, name: str, alt: str, evidence: str) -> None:
+    """Display a figure as the PNG it draws itself, with what the report says about it.
+
+    Args:
+        name: short and unique in its notebook; the figure's file name.
+        alt: what the figure says, for those who cannot see it.
+        evidence: the label of `evidence.label`, a profile or a recording; more of them a line each.
+    """
+    from IPython.display import display
+
+    about = {"name": name, "alt": plain(alt, 400), "evidence": evidence, "width": 800}
+    data = {"image/png": base64.b64encode(png(fig, evidence)).decode(), "text/plain": about["alt"]}
+    display(data, raw=True, metadata={"image/png": about})
+
+
+@in_style
+def timeline(groups: Mapping[str, Lanes], title: str) -> Figure:
+    """Lanes of events on one axis, groups stacked above each other, as Nsight Systems draws them.
+
+    groups: by name (a strategy, a regime) its lanes, from label to events: a table with `name`, `kind`,
+    `start_us` and `dur_us` as of `profiles.load_trace`. A label with "modelled" is drawn hatched.
+    """
+    lanes = [lane for lanes in groups.values() for lane in lanes.items()]
+    height = 0.75 + 0.42 * len(lanes) + 0.3 * len(groups)
+    ratios = [len(tables) for tables in groups.values()]
+    fig, axes = new_figure(title, height, len(groups), sharex=True, height_ratios=ratios)
+    end = max([float((table.start_us + table.dur_us).max()) for _, table in lanes if len(table)], default=1)
+    seen: dict[str, None] = {}
+    for ax, (name, tables) in zip(axes, groups.items()):
+        for row, (label, table) in enumerate(tables.items()):
+            seen |= _draw_lane(ax, -row, table, end, "////" if "modelled" in label else None)
+        _rows(ax, tables)
+        ax.set_title(plain(name, 90), fontsize=9.5, loc="left", fontweight="bold", pad=4)
+        ax.spines["left"].set_visible(False)
+    ax.set_xlim(0, end * 1.01)
+    ax.set_xlabel("time (µs)")
+    _legend(fig, seen, any("modelled" in label for label, _ in lanes))
+    return fig
+
+
+def _draw_lane(ax: Axes, y: float, table: pd.DataFrame, end: float, hatch: str | None) -> dict[str, None]:
+    """Draw one lane; the labels of what is in it."""
+    ax.axhspan(y - 0.36, y + 0.36, color=PAPER, zorder=0)  # an idle lane is visible too
+    seen = {}
+    for row in table.itertuples():
+        label = event_label(row.name, row.kind)
+        seen[label] = None
+        half = 0.15 if row.kind == "runtime" else 0.34  # drawn inside the operator that makes the call
+        width = max(row.dur_us, end * 0.0015)
+        bar = ax.barh(y, width, 2 * half, row.start_us, color=EVENT_COLOURS[label], zorder=2.5 - half)
+        if width > end * 0.006:  # an edge or a hatch would hide a narrow one
+            edge = SOFT if row.kind == "wait" else "white"
+            bar[0].set(edgecolor=edge, linewidth=0.8, hatch=None if row.kind == "wait" else hatch)
+        if row.kind in ("graph", "verify", "wait") and width > end * 0.07:
+            box = {"facecolor": "white", "alpha": 0.85, "edgecolor": "none", "pad": 0.8}
+            words = "\n".join(plain(line, 24) for line in row.name.split("\n")[:2])
+            ax.bar_label(bar, [words], label_type="center", fontsize=7.5, zorder=7, bbox=box)
+    return seen
+
+
+def event_label(name: str, kind: str) -> str:
+    """What a legend calls an event: one of EVENT_COLOURS."""
+    work = KINDS.get(launch_kind(name, kind))
+    return EVENT_LABELS.get(name) or EVENT_LABELS.get(kind) or (work.label if work else "other work")
+
+
+def _legend(fig: Figure, labels: Iterable[str], hatched: bool = False) -> None:
+    handles = [Patch(facecolor=EVENT_COLOURS[label], edgecolor=SOFT, label=label) for label in labels]
+    if hatched:
+        handles.append(Patch(facecolor="white", edgecolor=SOFT, hatch="////", label="hatched: modelled"))
+    fig.legend(handles=handles, loc="lower left", ncols=LEGEND_COLUMNS)
+
+
+def _rows(ax: Axes, names: Iterable[str]) -> None:
+    """One row a name, from the top."""
+    labels = [textwrap.fill(plain(name, 50), 26) for name in names]
+    ax.set_yticks([-row for row in range(len(labels))], labels)
+    ax.set_ylim(-len(labels) + 0.45, 0.55)
+    ax.tick_params(axis="y", length=0)
+
+
+@in_style
+def launch_counts(
+    launches: Mapping[str, Sequence[Launch]],
+    title: str,
+    xlabel: str = "launches a step (draft and draft-extend replay)",
+) -> Figure:
+    """How many launches each strategy or engine makes, by kind, a block a launch: no time."""
+    fig, (ax,) = new_figure(title, 1.0 + 0.32 * len(launches))
+    order = list(KINDS)
+    seen = set()
+    for row, made in enumerate(launches.values()):
+        kinds = sorted((launch.kind for launch in made), key=order.index)
+        colours = [KINDS[kind].colour for kind in kinds]
+        ax.barh([-row] * len(kinds), 0.88, 0.62, np.arange(len(kinds)) + 0.06, color=colours)
+        ax.text(len(made) + 0.25, -row, str(len(made)), va="center", fontweight="bold")
+        seen.update(kinds)
+    _rows(ax, launches)
+    ax.set_xlabel(xlabel)
+    ax.set_xlim(0)
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    _legend(fig, [KINDS[kind].label for kind in order if kind in seen])
+    return fig
+
+
+@in_style
+def timings(results: Mapping[str, Timing], title: str, work: str, gpu: bool = False) -> Figure:
+    """Every sample, the median and the middle half, one row a way; the axis begins at zero.
+
+    work: what was timed, e.g. "one step's copies". gpu: the samples of the GPU's time instead of the host's.
+    """
+    fig, (ax,) = new_figure(title, 0.95 + 0.45 * len(results))
+    worst = 0.0
+    for row, (name, timing) in enumerate(results.items()):
+        samples = timing.gpu_us if gpu else timing.host_us
+        colour = STRATEGY_COLOURS.get(name, INK)
+        sns.stripplot(x=samples, y=-row, orient="h", native_scale=True, size=2.6, color="#A3AAB8", ax=ax)
+        low, high = quartiles(samples)
+        middle = float(np.median(samples))
+        ax.barh(-row, high - low, 0.4, low, facecolor="none", edgecolor=colour, linewidth=1.6)
+        ax.vlines(middle, -row - 0.26, -row + 0.26, color=colour, linewidth=2.6)
+        ax.text(middle, -row + 0.28, f"{middle:.1f} µs", ha="center", va="bottom", fontweight="bold")
+        worst = max(high, worst)
+    _rows(ax, results)
+    ax.set_ylim(top=0.8)
+    ax.set_xlim(0, worst * 1.35)  # far outliers of a busy machine would squeeze what is compared
+    ax.set_xlabel(f"{'GPU' if gpu else 'host'} time for {work} (µs); box: the middle half of the rounds")
+    return fig
+
+
+@in_style
+def curves(
+    lines: Mapping[str, Line],
+    title: str,
+    xlabel: str,
+    ylabel: str,
+    log: bool = True,
+    marks: Marks | None = None,
+) -> Figure:
+    """Lines with their names at their ends; kinds of work by their labels in `KINDS`, strategies by name.
+
+    log: both axes logarithmic, x a size in bytes. marks: what is at some places of x, a crossing say.
+    """
+    fig, (ax,) = new_figure(title, 3.7)
+    for (name, (xs, ys)), marker in zip(lines.items(), "osD^vPX*<>"):
+        colour = EVENT_COLOURS.get(name) or STRATEGY_COLOURS.get(name, INK)
+        inside = colour if name in EVENT_COLOURS else "white"
+        ax.plot(xs, ys, marker=marker, markersize=5, color=colour, markerfacecolor=inside)
+        ax.text(xs[-1], ys[-1], f"   {textwrap.fill(plain(name, 60), 20)}", va="center")
+    if log:
+        ax.set_xscale("log", base=2)
+        ax.set_yscale("log")
+        ax.xaxis.set_major_formatter(lambda size, _: size_name(size))
+        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    ax.set_xlabel(xlabel)
+    ax.set_ylabel(ylabel)
+    _marks(ax, marks)
+    return fig
+
+
+def _marks(ax: Axes, marks: Marks | None, rotation: int = 90) -> None:
+    """Thin lines across, with their words along them, or on top."""
+    for place, words in (marks or {}).items():
+        ax.axvline(place, color=SOFT, linewidth=1, linestyle="--", zorder=1)
+        where = {"ha": "right", "va": "top"} if rotation else {"ha": "center", "va": "bottom"}
+        height = 0.98 if rotation else 1.0
+        at = ax.get_xaxis_transform()
+        ax.text(
+            place, height, plain(words, 60), transform=at, rotation=rotation, fontsize=8, color=SOFT, **where
+        )
+
+
+@in_style
+def values(
+    numbers: Mapping[str, float | Range], title: str, xlabel: str, marks: Marks | None = None
+) -> Figure:
+    """Numbers, or modelled ones with their ranges, one row each; a range across zero is no claim: hollow."""
+    fig, (ax,) = new_figure(title, 0.95 + 0.3 * len(numbers))
+    for row, value in enumerate(numbers.values()):
+        low = getattr(value, "low", 0)
+        middle = getattr(value, "middle", value)
+        high = getattr(value, "high", value)
+        ax.plot([low, high], [-row, -row], color="#A98BB8", linewidth=2.4)
+        ax.plot(middle, -row, "o", color="#57356D", markerfacecolor="white" if low < 0 < high else "#57356D")
+        text = f"   {value:.3g}" if high == middle else f"   {value}"
+        ax.text(high, -row, text + ": no claim" * (low < 0 < high), va="center")
+    _rows(ax, numbers)
+    ax.axvline(0, color=SOFT, linewidth=1)
+    ax.margins(x=0.2)
+    ax.set_xlabel(xlabel)
+    _marks(ax, marks, 0)
+    return fig
+
+
+def size_name(size: float) -> str:
+    """2048 -> "2 KiB"."""
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:.3g} GiB"

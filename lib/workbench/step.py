@@ -1,0 +1,255 @@
+"""The copies of one speculative step, both replays together: counted, measured here, modelled for a GPU.
+
+A step is: draft's copies | draft graph | verify | draft-extend's copies | draft-extend graph. What the copies
+cost depends on the regime. WAITS: the host begins each run of copies on an empty stream, since it waited for
+verify's result or for its scheduler. AHEAD: it makes all its calls while earlier work still runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from dataclasses import dataclass
+
+import pandas as pd
+import torch
+
+from lib.copies import Call
+from lib.eagle import (
+    DraftBatch,
+    DraftExtendBatch,
+    EagleConfig,
+    EagleDraftCudaGraphRunner,
+    EagleDraftExtendCudaGraphRunner,
+)
+from lib.eagle.model import DraftModel
+from lib.launches import KINDS, MEMCPY, Launch
+from lib.profiles import AHEAD, DEVICE_KINDS, WAITS, DeviceProfile, from_profiler, lanes, of_range, simulate
+from lib.workbench.timing import Way
+
+Lanes = dict[str, pd.DataFrame]
+Times = dict[str, float]  # of GRAPHS, in us on the device
+REGIMES = (WAITS, AHEAD)
+GRAPHS = ("draft graph", "verify", "draft-extend graph")
+DRAFT, VERIFY, EXTEND = (Launch("graph", 0, 0, name) for name in GRAPHS)
+# The host needs it to go on, unless it is ahead.
+ACCEPTED = Launch("dtoh", 1, 256, "which tokens verify kept")
+OPTIONS: dict[str, dict[str, bool]] = {  # ways that ask something of whoever makes the inputs
+    "one_allocation": {"one_allocation": True},
+    "copy_in_graph": {"copy_in_graph": True},
+    "no_copy": {},
+}
+
+
+@dataclass(frozen=True)
+class Range:
+    """A modelled time in us, and between what it lies for all that the profile only assumes."""
+
+    middle: float
+    low: float
+    high: float
+
+    @property
+    def clear(self) -> bool:
+        """Whether it is surely above zero, or surely below: else there is nothing to claim."""
+        return self.low > 0 or self.high < 0
+
+    def __str__(self) -> str:
+        return f"{self.middle:.0f} µs ({self.low:.0f} to {self.high:.0f})"
+
+
+@dataclass(frozen=True)
+class StepCopies:
+    """A draft and a draft-extend runner with one batch each."""
+
+    draft: EagleDraftCudaGraphRunner
+    draft_extend: EagleDraftExtendCudaGraphRunner
+    draft_batch: DraftBatch
+    draft_extend_batch: DraftExtendBatch
+
+    @classmethod
+    def build(
+        cls,
+        config: EagleConfig,
+        way: str,
+        batch_size: int,
+        device: str = "cpu",
+        seed: int = 0,
+        model: DraftModel | None = None,
+    ) -> StepCopies:
+        """Runners and random batches. way: a strategy, or one of OPTIONS. model: what `replay` runs."""
+        strategy = "grouped_foreach_dma" if way in OPTIONS else way
+        options = {"device": device, "model": model} | OPTIONS.get(way, {})
+        draft = EagleDraftCudaGraphRunner(config, strategy, **options)
+        extend = EagleDraftExtendCudaGraphRunner(config, strategy, **options)
+        batch = DraftBatch.random(config, batch_size, seed, device)
+        extend_batch = DraftExtendBatch.random(config, batch_size, seed, device)
+        if way in OPTIONS:  # the producer writes to where the runner wants it
+            return cls(draft, extend, draft.place(batch), extend.place(extend_batch))
+        return cls(draft, extend, batch, extend_batch)
+
+    def copy_inputs(self) -> None:
+        self.draft.copy_inputs(self.draft_batch)
+        self.draft_extend.copy_inputs(self.draft_extend_batch)
+
+    def replay(self) -> list[torch.Tensor]:
+        """Both replays whole; their outputs, valid until the next one."""
+        draft = self.draft.replay(self.draft_batch)
+        return [*draft, *self.draft_extend.replay(self.draft_extend_batch)]
+
+    def calls(self) -> list[Call]:
+        return self.draft.calls(self.draft_batch) + self.draft_extend.calls(self.draft_extend_batch)
+
+    def bursts(self) -> tuple[list[Launch], list[Launch]]:
+        """The launches before the draft graph, and those before the draft-extend graph."""
+        return self.draft.launches(self.draft_batch), self.draft_extend.launches(self.draft_extend_batch)
+
+    def launches(self) -> list[Launch]:
+        first, second = self.bursts()
+        return first + second
+
+    def fields(self) -> pd.DataFrame:
+        """What is copied on the device, a row a field."""
+        rows = []
+        halves = (self.draft, self.draft_batch), (self.draft_extend, self.draft_extend_batch)
+        for runner, batch in halves:
+            for field in runner.buffers.fields:
+                source = getattr(batch, field.name)
+                if source is None or field.host:
+                    continue
+                dtype = runner.buffers.tensors[field.name].dtype
+                row = {"replay": runner.table.replace("_", "-"), "field": field.name}
+                row |= {
+                    "shape": tuple(source.shape),
+                    "dtype": str(dtype)[6:],
+                    "source": str(source.dtype)[6:],
+                }
+                rows.append(row | {"bytes": source.numel() * dtype.itemsize})
+        return pd.DataFrame(rows)
+
+
+def count_kinds(launches: list[Launch]) -> dict[str, int]:
+    """How many launches of each kind, by the kind's label, and of all; for a row of a table."""
+    found = Counter(KINDS[launch.kind].label for launch in launches)
+    return dict(found) | {"all": len(launches)}
+
+
+def measured_lanes(way: Way, device: str = "cpu", runs: int = 15) -> Lanes:
+    """What torch.profiler sees of one run on this machine: a host lane and, on CUDA, each stream's.
+
+    Of several runs the shortest, the least disturbed one, is shown. The profiler itself slows the host, so
+    what counts is order and shares; times to compare come from `timing`.
+    """
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    for _ in range(runs):
+        way()
+    with torch.profiler.profile(activities=activities) as profile:
+        for run in range(runs):
+            with torch.profiler.record_function(f"run {run:02}"):
+                way()
+            if device == "cuda":
+                torch.cuda.synchronize()
+    trace = from_profiler(profile)
+    runs = trace[trace.kind == "annotation"]
+    return lanes(range_of(trace, runs.name[runs.dur_us.idxmin()]))
+
+
+def range_of(trace: pd.DataFrame, name: str) -> pd.DataFrame:
+    """What the first range of this name holds, without nested operators: they would hide the outermost."""
+    inside = of_range(trace, name)
+    inside = inside[inside.kind != "annotation"]
+    operators = inside[inside.kind == "host_op"]
+    ends = (operators.start_us + operators.dur_us).cummax().shift(fill_value=0.0)
+    return inside.drop(operators.index[operators.start_us < ends])
+
+
+def modelled_lanes(launches: list[Launch], profile: DeviceProfile) -> Lanes:
+    """The launches played on a profile's device: a host lane and a stream lane."""
+    return lanes(simulate(launches, profile))
+
+
+def span_us(launches: list[Launch], profile: DeviceProfile) -> float:
+    """Modelled time from the first host call to the end of the last work on the device."""
+    table = simulate(launches, profile)
+    return float((table.start_us + table.dur_us).max())
+
+
+def idle_share(launches: list[Launch], profile: DeviceProfile) -> float:
+    """Modelled share of the time from the first to the last work in which the stream executes nothing."""
+    table = simulate(launches, profile)
+    work = table[table.kind.isin(DEVICE_KINDS)]
+    ends = work.start_us + work.dur_us
+    return float(1 - work.dur_us.sum() / (ends.max() - work.start_us.min()))
+
+
+def graph_times(config: EagleConfig, profile: DeviceProfile, parameters: float = 8.03e9) -> Times:
+    """The least time, in us, that the graphs of a step take: reading all their weights once, two bytes each.
+
+    At the rate of memcpys, which read and write: reading alone is twice as fast. The head that draft runs a
+    step less than its levels, and draft-extend once, has fc, one layer and the LM head.
+
+    parameters: of the target, which verify runs.
+    """
+    hidden = config.hidden_size
+    head = 6 * hidden * hidden + 3 * hidden * config.intermediate_size + config.vocab_size * hidden
+    read = ((config.num_steps - 1) * head, parameters, head)
+    return {name: n / (profile["memcpy_gb_per_s"] * 1e3) for name, n in zip(GRAPHS, read)}
+
+
+def play(copies: StepCopies, profile: DeviceProfile, times: Times, regime: str) -> pd.DataFrame:
+    """A whole step as a table of `simulate`. Raises ValueError for a regime that is none of REGIMES."""
+    if regime not in REGIMES:
+        raise ValueError(f"regime: expected one of {REGIMES}, got {regime!r}")
+    first, second = copies.bursts()
+    work = [*first, DRAFT, VERIFY, ACCEPTED, *second, EXTEND]
+    return simulate(work, profile, times, ahead=regime == AHEAD)
+
+
+def step_lanes(
+    copies: StepCopies, profile: DeviceProfile, times: Times, regime: str, longest_us: float = 120.0
+) -> Lanes:
+    """A whole step as lanes. Graphs are cut at `longest_us`, and say how long they are; waits are marked."""
+    cut = {name: min(time_us, longest_us) for name, time_us in times.items()}
+    table = play(copies, profile, cut, regime)
+    words = {name: f"{name}\n{time_us / 1000:.3g} ms" for name, time_us in times.items()}
+    name, kind = table.name.astype(object), table.kind.astype(object)
+    waits = (name == MEMCPY) & (table.dur_us > 2 * profile["host_memcpy_us"])
+    kind = kind.mask(waits, "wait").mask(name == "verify", "verify")
+    table = table.assign(name=name.replace(words).mask(waits, "waits for verify"), kind=kind)
+    if regime == AHEAD:
+        first_us = table.start_us[table.stream >= 0].min() - profile["gap_us"]
+        before = table[table.kind == "graph"].iloc[:1]
+        before = before.assign(name="the step before", start_us=0.0, dur_us=first_us)
+        table = pd.concat([before, table])
+    return lanes(table)
+
+
+def step_us(copies: StepCopies, profile: DeviceProfile, times: Times, regime: str) -> float:
+    """Modelled time of a whole step, to the end of the draft-extend graph.
+
+    It begins with the host's first call, or, where the host is ahead, with the first work on the device.
+    """
+    table = play(copies, profile, times, regime)
+    begin_us = table.start_us[table.kind.isin(DEVICE_KINDS)].min() if regime == AHEAD else 0.0
+    return float((table.start_us + table.dur_us).max() - begin_us)
+
+
+def copy_share(copies: StepCopies, profile: DeviceProfile, times: Times, regime: str) -> float:
+    """Modelled share of a step that is neither graph nor verify."""
+    return 1 - sum(times.values()) / step_us(copies, profile, times, regime)
+
+
+def saving(before: StepCopies, after: StepCopies, profile: DeviceProfile, regime: str) -> Range:
+    """What a step gets shorter by, with its range over all that the profile only assumes."""
+    times = dict.fromkeys(GRAPHS, 1000.0)  # of graphs that outlast the host's calls
+    found = []
+    for end in (None, "fast", "slow"):
+        figures = dict(profile.figures)
+        for name in profile.unknown if end else ():
+            figures[name] = profile.at(end).figures[name]
+        played = dataclasses.replace(profile, figures=figures)
+        whole = step_us(before, played, times, regime)
+        found.append(whole - step_us(after, played, times, regime))
+    return Range(found[0], min(found), max(found))

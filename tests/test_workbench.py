@@ -1,0 +1,227 @@
+"""What notebooks stand on: a step counted, measured and modelled; a lab that checks, claims and asks."""
+
+import json
+
+import pytest
+import torch
+
+from lib.eagle import EagleConfig
+from lib.launches import KINDS
+from lib.profiles import AHEAD, WAITS, DeviceProfile
+from lib.strategies import STRATEGIES
+from lib.workbench import evidence, notebook, step
+from lib.workbench.step import OPTIONS, Range, StepCopies
+
+TINY = EagleConfig.tiny()
+V100 = DeviceProfile.load("v100")
+BY_STRATEGY = {"per_copy": (16, 30), "uint8_view": (4, 18), "grouped_foreach": (6, 20),
+               "grouped_foreach_dma": (6, 20), "small_copy": (4, 18), "copy_plan": (6, 6), "fused": (2, 2),
+               "one_allocation": (2, 2), "copy_in_graph": (0, 0), "no_copy": (0, 0)}  # fmt: skip
+
+
+def built(way, batch_size=8):
+    return StepCopies.build(TINY, way, batch_size)
+
+
+@pytest.mark.parametrize("way", [*STRATEGIES, *OPTIONS])
+def test_every_way_is_built_counted_and_run(way):
+    for batch_size, expected in zip((8, 5), BY_STRATEGY[way]):
+        copies = built(way, batch_size)
+        copies.copy_inputs()
+        first, second = copies.bursts()
+        assert len(copies.launches()) == len(first) + len(second) == expected
+        counts = step.count_kinds(copies.launches())
+        assert counts.pop("all") == sum(counts.values()) == expected
+        assert set(counts) <= {kind.label for kind in KINDS.values()}
+
+
+def test_a_step_has_seven_and_nine_fields_on_the_device():
+    fields = built("per_copy").fields()
+    assert fields.groupby("replay").size().to_dict() == {"draft": 7, "draft-extend": 9}
+    row = fields[(fields.replay == "draft") & (fields.field == "topk_p")].iloc[0]
+    assert (row["shape"], row["dtype"], row["bytes"]) == ((8, TINY.topk), "float32", 8 * TINY.topk * 4)
+
+
+def test_measured_lanes_show_one_run_from_its_start_and_nothing_nested():
+    (lane,) = step.measured_lanes(built("per_copy").copy_inputs).values()  # no stream on a CPU
+    assert (lane.name == "aten::copy_").sum() == 18  # 16 device fields and seq_lens_cpu twice
+    ends = lane.start_us + lane.dur_us
+    assert lane.start_us.min() >= 0
+    assert (lane.start_us.iloc[1:].to_numpy() >= ends.iloc[:-1].to_numpy() - 1e-6).all()
+
+
+def test_modelled_lanes_hold_every_launch_once():
+    made = built("grouped_foreach_dma", 5).launches()
+    host, stream = step.modelled_lanes(made, V100).values()
+    assert len(stream) == (host.kind == "runtime").sum() == len(made)
+    assert step.span_us(made, V100) == pytest.approx((stream.start_us + stream.dur_us).max())
+    assert 0.5 < step.idle_share(made, V100) < 1
+
+
+@pytest.mark.parametrize("regime", step.REGIMES)
+def test_a_step_is_copies_graph_verify_copies_graph(regime):
+    copies, times = built("per_copy"), dict(zip(step.GRAPHS, (200.0, 900.0, 100.0)))
+    host, stream = step.step_lanes(copies, V100, times, regime, longest_us=150).values()
+    kinds = [kind for kind in stream.kind if kind not in ("memcpy", "memcpy_dtoh")]
+    assert kinds == ["graph"] * (regime == AHEAD) + ["graph", "verify", "graph"]
+    assert (stream.kind == "memcpy").sum() == 16
+    assert (host.kind == "wait").sum() == (regime == WAITS)
+    ends = stream.start_us + stream.dur_us
+    assert (stream.start_us.iloc[1:].to_numpy() >= ends.iloc[:-1].to_numpy()).all()  # one at a time
+    assert (
+        any("0.9 ms" in name for name in stream.name) and stream.dur_us[stream.kind == "verify"].item() == 150
+    )
+    assert 1200 < step.step_us(copies, V100, times, regime) < 1600
+    assert 0 < step.copy_share(copies, V100, times, regime) < 0.3
+
+
+def test_a_saving_is_smaller_where_the_host_is_ahead_and_a_regime_is_one_of_two():
+    waits, ahead = (step.saving(built("per_copy"), built("copy_plan"), V100, r) for r in (WAITS, AHEAD))
+    assert waits.low <= waits.middle <= waits.high
+    assert 0 < ahead.middle < waits.middle
+    nothing = step.saving(built("per_copy"), built("per_copy"), V100, WAITS)
+    assert (nothing.low, nothing.high, nothing.clear) == (0, 0, False)
+    with pytest.raises(ValueError, match="regime: expected one of"):
+        step.saving(built("per_copy"), built("per_copy"), V100, "sometimes")
+    assert step.graph_times(EagleConfig.preset("llama3-8b"), V100)["verify"] > 10_000
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        *[("batch_size", v, "a whole number from 1 to 64") for v in ("abc", 2.5, True, -1, 0, 65, None)],
+        ("topk", 2.0, "a whole number from 1 to 8"),
+        ("quick", 1, "one of True, False"),
+        ("preset", "llama", "one of tiny, llama3-8b, qwen3-8b, deepseek-v3"),
+        ("device", "gpu", "one of auto, cpu, cuda"),
+        ("trace_path", 3, "a text"),
+        ("mine", 5, "a whole number from 1 to 3"),
+    ],
+)
+def test_a_parameter_that_is_not_admitted_is_refused_in_one_line(name, value, message):
+    with pytest.raises(ValueError) as raised:
+        notebook.start(admit={"mine": range(1, 4)}, **{name: value})
+    line = f"{name}: expected {message}, got {value!r}"
+    assert str(raised.value) == line
+    assert raised.value._render_traceback_() == [f"ParameterError: {line}"]  # what Jupyter shows
+
+
+def test_presets_and_layouts_that_are_admitted_exist():
+    for preset in notebook.ADMITTED["preset"]:
+        for layout in notebook.ADMITTED["layout"]:
+            EagleConfig.preset(preset, layout=layout)
+
+
+@pytest.fixture
+def shown(monkeypatch):
+    found = []
+    monkeypatch.setattr(notebook, "display", lambda data, **how: found.append(data))
+    return found
+
+
+@pytest.fixture
+def lab():
+    threads = torch.get_num_threads()
+    yield notebook.start(device="cpu", quick=True, live=False, batch_size=8)
+    torch.set_num_threads(threads)
+
+
+def test_evidence_says_what_it_is(lab):
+    text = evidence.label("recorded", "NVIDIA H200", "2.11.0", "2026-11-29")
+    assert text == "recorded · NVIDIA H200 · torch 2.11.0 · 2026-11-29"
+    with pytest.raises(ValueError, match="kind: expected one of"):
+        evidence.label("guessed", "here")
+    assert lab.label("measured").startswith(f"measured · {lab.on} · torch {torch.__version__}")
+    assert lab.label(["counted", V100]).split("\n")[1] == V100.label()
+    assert lab.label("ready made") == "ready made"
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="torch finds none"):
+            notebook.start(device="cuda")
+
+
+def test_a_race_is_shorter_in_a_quick_run(lab):
+    timings = lab.race({"a": lambda: None, "b": lambda: torch.zeros(1)}, rounds=40, calls=2)
+    assert [len(timing.host_us) for timing in timings.values()] == [10, 10]
+    assert lab.few(100, 3) == 3
+
+
+def test_tables_and_results_carry_their_evidence_and_names_stay_text(lab, shown):
+    lab.table({"per_copy": {"a": 1, "<b>": 2.25}, "x": {"a": 3}}, "counted")
+    assert "counted · " in shown[0]["text/html"] and "&lt;b&gt;" in shown[0]["text/html"]
+    lab.publish("rows", [{"a": 1}], "measured", "a note")
+    result = {"name": "rows", "value": [{"a": 1}], "kind": "measured", "note": "a note"}
+    assert json.loads(json.dumps(shown[1][evidence.RESULT_MIME])) == result
+    with pytest.raises(ValueError, match="x: expected one of"):
+        lab.publish("x", 1, "guessed")
+
+
+def test_a_claim_holds_or_is_none_or_fails(lab, capsys):
+    lab.claim("water is wet", True)
+    lab.claim("grouping saves", Range(5, 1, 9))
+    lab.claim("grouping saves", Range(5, -1, 9))
+    assert capsys.readouterr().out == "✓ water is wet\n✓ grouping saves\nno claim: grouping saves\n"
+    for holds in (False, Range(-5, -9, -1)):
+        with pytest.raises(AssertionError, match="does not hold: the moon is cheese"):
+            lab.claim("the moon is cheese", holds)
+
+
+EXERCISES = """
+"9.1":
+  hints: [vague, near]
+  cases:
+    f(2): 4
+    f(3): "= 3 * factor"
+    raises(f, None): TypeError
+"9.2":
+  hints: [only one]
+  cases: {answer: [[1, 2], 2.5]}
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "answer", "said"),
+    [
+        ("9.1", ..., "not answered yet"),
+        ("9.1", lambda x: 3 * x, "f(2) gave 6, expected 4\nhint: vague"),
+        ("9.1", lambda x: x**2, "f(3) gave 9, expected 6\nhint: vague"),
+        ("9.1", lambda x: 4, "f(3) gave 4, expected 6"),
+        ("9.1", 7, "f(2) raised TypeError"),
+        ("9.1", lambda x: 2 * x, ": right"),
+        ("9.2", ([1, 2], 2.5001), ": right"),
+        ("9.2", [torch.tensor([1, 2]), 2.5], ": right"),
+        ("9.2", [[1, 2]], "answer gave [[1, 2]], expected [[1, 2], 2.5]"),
+        ("9.2", None, "answer raised TypeError"),
+    ],
+)
+def test_an_exercise_says_what_came_and_never_stops_a_run(
+    lab, monkeypatch, tmp_path, capsys, number, answer, said
+):
+    (tmp_path / "exercises.yml").write_text(EXERCISES)
+    monkeypatch.setattr(notebook, "EXERCISES", tmp_path / "exercises.yml")
+    lab.exercise(number, answer, factor=2)
+    assert said in capsys.readouterr().out
+    lab.exercise(number, answer, factor=2)
+    again = capsys.readouterr().out
+    assert ("hint: near" in again) == (number == "9.1" and "hint" in again)
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_a_panel_has_controls_only_where_somebody_can_move_them(lab, shown, live):
+    drawn = []
+    lab.live = live
+    lab.panel(lambda size=3, regime="a": drawn.append((size, regime)), size=(1, 9), regime=["a", "b"])
+    assert drawn[:1] == [(3, "a")] or live
+    assert any("interactive" in type(data).__name__ for data in shown) == live
+
+
+def test_a_lab_is_live_only_in_a_server_or_an_editor(monkeypatch):
+    for name in ("JPY_SESSION_NAME", "VSCODE_PID"):
+        monkeypatch.delenv(name, raising=False)
+    assert not notebook.start(device="cpu").live
+    monkeypatch.setenv("JPY_SESSION_NAME", "a notebook")
+    assert notebook.start(device="cpu").live
+
+
+def test_names_from_outside_become_one_line_of_text():
+    assert evidence.plain("a\x1b[31m\n\tb\x00 $c$") == "a [31m b $c$"
+    assert len(evidence.plain("x" * 10_000)) == 160
