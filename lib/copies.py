@@ -48,6 +48,9 @@ class Call(NamedTuple):
     kept: Callable | None = None
 
 
+make_call = partial(tuple.__new__, Call)  # of a tuple, in C
+
+
 def run(calls: Iterable[Call]) -> None:
     """Make the calls, in order. Autograd does not record them: static buffers belong to no step's graph."""
     if torch.is_grad_enabled():
@@ -158,7 +161,10 @@ class CopyPlan:
     def bound(self, srcs: Tensors) -> list[Call]:
         """The planned calls with these sources, unchecked: for a caller who knows them."""
         every = [*srcs, *self.constants]
-        return [Call(op, dsts, [every[i] for i in picks], 0, kept) for op, dsts, kept, picks in self.kept]
+        calls = []
+        for op, dsts, kept, picks in self.kept:
+            calls.append(make_call((op, dsts, [every[i] for i in picks], 0, kept)))
+        return calls
 
     def _pairs(self, srcs: Tensors) -> list[tuple]:
         every = [*srcs, *self.constants]

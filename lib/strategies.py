@@ -1,7 +1,7 @@
 """The named ways to fill static buffers, in the order in which the notebooks tell them.
 
-A strategy is a function from a step to the calls that serve it: a new one is a function and a line in
-`STRATEGIES`. ROUTES are those whose calls a `CopyPlan` or `ReplayCopies` can keep from step to step.
+A strategy is a function from a step to the calls that serve it: a new one is a function here and a line in
+STRATEGIES. ROUTES has those that are functions of pairs alone, whose calls a `CopyPlan` or `ReplayCopies` keeps.
 """
 
 from __future__ import annotations
@@ -38,10 +38,9 @@ class Step:
         """A step without padding; a pair from `DEFAULT_DMA_BYTES` on is large. Raises as `check_pairs`."""
         check_pairs(dsts, srcs, names)
         step = cls()
-        for i, (dst, src) in enumerate(zip(dsts, srcs)):
-            name = names[i] if names else f"pair {i}"
-            fields = step.large if dst.nbytes >= DEFAULT_DMA_BYTES else step.small
-            fields[name] = (dst, src)
+        for i, pair in enumerate(zip(dsts, srcs)):
+            fields = step.large if dsts[i].nbytes >= DEFAULT_DMA_BYTES else step.small
+            fields[names[i] if names else f"pair {i}"] = pair
         return step
 
     @property
@@ -78,8 +77,8 @@ def uint8_view(step: Step) -> list[Call]:
             srcs.append(src.view(torch.uint8))
         except RuntimeError as error:
             raise RuntimeError(f"{name}: {error}") from error
-    together = [Call("foreach", dsts, srcs)] if dsts else []
-    return fills(step) + together + copies(step.large.values())
+    small = [Call("foreach", dsts, srcs)] if dsts else []
+    return fills(step) + small + copies(step.large.values())
 
 
 def grouped_foreach(step: Step) -> list[Call]:
@@ -96,10 +95,7 @@ def grouped_foreach_dma(step: Step, dma_bytes: int = DEFAULT_DMA_BYTES) -> list[
 def small_copy(step: Step) -> list[Call]:
     """SGLang since 0.5.21: one Triton kernel for all small fields where it takes them, else groups."""
     pairs = list(step.small.values())
-    if takes_small_copy(pairs):
-        small = [fused_call(pairs)]
-    else:
-        small = grouped(pairs)
+    small = [fused_call(pairs)] if takes_small_copy(pairs) else grouped(pairs)
     return fills(step) + small + copies(step.large.values())
 
 
