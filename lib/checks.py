@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 Tensors = Sequence[Tensor]
 PLAIN = {Tensor, nn.Parameter}
+MAX_ROWS = 64
 
 
 def check_pairs(dsts: Tensors, srcs: Tensors, names: Sequence[str] | None = None) -> None:
@@ -22,10 +23,11 @@ def check_pairs(dsts: Tensors, srcs: Tensors, names: Sequence[str] | None = None
     That is: lists of different length; what is no tensor, or of another class than its partner, or nested,
     sparse or quantized; shapes or devices that differ; dtypes that torch does not convert; a destination that
     autograd or inference mode forbids to write, that overlaps itself, or that shares bytes with a tensor of
-    another pair or in part with its own source. Sources may share memory, and a destination may stand twice.
+    another pair or in part with its own source. Sources may share memory, and the same pair may stand twice.
 
-    Memory is compared by ranges of bytes, first to last. So columns of one matrix that interleave are
-    refused, although no byte is shared.
+    Memory is compared by ranges of bytes, first to last; of a matrix with up to 64 rows, which may lie within
+    the rows of a wider one, row by row. So columns of one matrix that interleave are refused, although no byte
+    is shared.
     """
     if names is None:
         names = [f"pair {i}" for i in range(len(dsts))]
@@ -92,11 +94,13 @@ def check_overlaps(dsts: Tensors, srcs: Tensors, names: Sequence[str]) -> None:
     ranges = []
     listed = set()
     for name, dst, src in zip(names, dsts, srcs):
-        if elements(dst) not in listed:
-            ranges.append((*byte_range(dst), True, name))
+        pair = elements(dst), elements(src)
+        if pair in listed:
+            continue
+        listed.add(pair)
+        ranges += [(*row, True, name) for row in byte_ranges(dst)]  # twice, and refused, where sources differ
         if elements(dst) != elements(src):
-            ranges.append((*byte_range(src), False, name))
-        listed.add(elements(dst))
+            ranges += [(*row, False, name) for row in byte_ranges(src)]
     reached = written = ("", 0, "")  # where the last range so far ends, of any tensor and of a destination
     for space, first, end, is_dst, name in sorted(ranges):
         other_space, other_end, other = reached if is_dst else written
@@ -122,20 +126,25 @@ def elements(tensor: Tensor) -> tuple:
     )
 
 
-def byte_range(tensor: Tensor) -> tuple[str, int, int]:
-    """Where a tensor lies: an address space, first byte and end; ("", 0, 0) where it has no bytes.
+def byte_ranges(tensor: Tensor) -> list[tuple[str, int, int]]:
+    """Where a tensor lies: an address space, first byte and end, of each row that counts for itself.
 
     On `meta` there are offsets in place of addresses, so that each storage is a space of its own.
     """
-    first = tensor.data_ptr()
-    space = str(tensor.device)
-    if tensor.is_meta:
-        space = f"meta {tensor.untyped_storage()._cdata}"
-    elif first == 0:
-        return "", 0, 0
-    if tensor.numel() == 0:
-        return "", 0, 0
+    if tensor.numel() == 0 or not (tensor.is_meta or tensor.data_ptr()):
+        return []
+    if has_few_rows(tensor):
+        return [one for row in tensor.detach().unbind() for one in byte_ranges(row)]
+    space = f"meta {tensor.untyped_storage()._cdata}" if tensor.is_meta else str(tensor.device)
     last = 0
     for size, stride in zip(tensor.shape, tensor.stride()):
         last += (size - 1) * stride
-    return space, first, first + (last + 1) * tensor.element_size()
+    first = tensor.data_ptr()
+    return [(space, first, first + (last + 1) * tensor.element_size())]
+
+
+def has_few_rows(tensor: Tensor) -> bool:
+    """Whether this is a matrix of up to 64 rows, one after the other with gaps: a slice of a wider one."""
+    if tensor.dim() != 2 or tensor.is_contiguous() or len(tensor) > MAX_ROWS:
+        return False
+    return tensor.stride(0) >= tensor.shape[1] * tensor.stride(1)

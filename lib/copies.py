@@ -1,8 +1,9 @@
 """Copy many small tensors into static buffers with few launches. One file, torch only: take it away.
 
-Before a CUDA graph is replayed, a step's inputs are copied into its static buffers: one `copy_()`, one launch
-a field. `grouped` makes one per dtype pair, `CopyPlan` keeps views and groups from step to step, `ReplayCopies`
-is an engine's whole input section. All of it is data, lists of `Call`s: `run` makes them, lib/launches.py counts.
+Before a CUDA graph is replayed, a step's inputs are copied into its static buffers: one `copy_()`, one
+launch a field. `grouped` makes one per dtype pair, `CopyPlan` keeps views and groups from step to step,
+`ReplayCopies` is an engine's whole input section. All is data, lists of `Call`s: `run` makes them, and
+lib/launches.py counts. A new field is a `StaticInput`, a new grouping a `route`, a new op a line in `run`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -29,6 +30,8 @@ FUSED_DTYPES = {getattr(torch, name) for name in NAMES.split()}
 # much as a memcpy of its own. An estimate: the crossover recorded on a device replaces it.
 DEFAULT_DMA_BYTES = 64 * 1024
 MAX_PLANS = 1024  # that a ReplayCopies keeps
+# Read in C, like all that is looked at in every step: Python would cost more than the copies.
+SIGNATURE = attrgetter("__class__", "shape", "dtype", "device")
 
 
 class Call(NamedTuple):
@@ -43,6 +46,9 @@ class Call(NamedTuple):
     srcs: Tensors = ()
     value: float = 0
     kept: Callable | None = None
+
+
+make_call = partial(tuple.__new__, Call)  # of a tuple, in C
 
 
 def run(calls: Iterable[Call]) -> None:
@@ -64,9 +70,8 @@ def run(calls: Iterable[Call]) -> None:
 def grouped_foreach_copy_(dsts: Tensors, srcs: Tensors, names: Sequence[str] | None = None) -> None:
     """Copy `srcs[i]` into `dsts[i]`, of equal shape, for every i: a loop of `copy_` in few launches.
 
-    A drop-in for SGLang's `_grouped_foreach_copy_` of June 2026 (pull request 28465), but that a pair which the
-    fused kernel cannot take does not drag its group onto the slow path. Raises ValueError as `check_pairs`, with
-    the pair's name; nothing has been written then.
+    A drop-in for SGLang's `_grouped_foreach_copy_` of June 2026 (pull request 28465), but that no pair drags
+    others onto the slow path. Raises ValueError with the pair's name, as `check_pairs`, before it writes.
     """
     check_pairs(dsts, srcs, names)
     run(grouped(zip(dsts, srcs)))
@@ -83,17 +88,16 @@ def grouped(pairs: Pairs, dma_bytes: int | None = None) -> list[Call]:
     groups: dict[tuple, list] = {}
     alone = []
     for dst, src in pairs:
-        key = (dst.device, dst.dtype, src.dtype)
         large = dma_bytes is not None and dst.nbytes >= dma_bytes and dst.dtype == src.dtype
         if large or not can_fuse(dst, src):
             alone.append(Call("copy_", [dst], [src]))
         elif dst.numel() > 0:
+            key = dst.device, dst.dtype, src.dtype
             groups.setdefault(key, []).append((dst, src))
     calls = []
     for group in groups.values():
-        dsts, srcs = zip(*group)
         op = "copy_" if dma_bytes is not None and len(group) == 1 else "foreach"
-        calls.append(Call(op, dsts, srcs))
+        calls.append(Call(op, *zip(*group)))
     return calls + alone
 
 
@@ -103,53 +107,47 @@ grouped_dma = partial(grouped, dma_bytes=DEFAULT_DMA_BYTES)
 def can_fuse(dst: Tensor, src: Tensor) -> bool:
     """Whether the fused kernel takes the pair; else it would raise or, silently, loop over `copy_`.
 
-    Stricter than `can_use_fast_route` (ForeachUtils.h), which takes any equal strides without gaps. A source on
-    `meta` stands for one to come.
+    Equal strides without gaps would do (ForeachUtils.h). A source on `meta` stands for one to come.
     """
-    one_device = src.is_meta or src.device == dst.device
-    contiguous = dst.is_contiguous() and src.is_contiguous()
-    built = {dst.dtype, src.dtype} <= FUSED_DTYPES
-    return one_device and contiguous and built and not is_lazy(dst) and not is_lazy(src)
+    if not dst.is_contiguous() or not src.is_contiguous() or is_lazy(dst) or is_lazy(src):
+        return False
+    return {dst.dtype, src.dtype} <= FUSED_DTYPES and (src.is_meta or src.device == dst.device)
 
 
 def is_lazy(t: Tensor) -> bool:
     return t.is_conj() or t.is_neg()
 
 
-# Looked at in C, as everything that happens every step: Python would cost more than the copies.
-PLANNED = attrgetter("__class__", "shape", "dtype", "device")
+def place(t: Tensor) -> tuple:
+    """The memory of a tensor; on `meta`, too, where there are no addresses."""
+    return t.untyped_storage()._cdata, t.storage_offset(), t.shape, t.stride(), t.dtype
 
 
 class CopyPlan:
     """The same copies step after step: `plan(srcs)`. Views and groups are worked out once.
 
     A source of another dtype or strides, or with a conj or neg bit, is copied right: the step is grouped anew
-    and `misses` counts it. `constants` are (destination, source) pairs that go along, rows of padding say.
-    `route` makes the calls (`lib.strategies.ROUTES`). `check="full"` asks on every step where sources lie, too.
-
-    Raises ValueError for destinations and constants as `check_pairs`.
+    and `misses` counts it. constants: (destination, source) pairs that go along, rows of padding say. route:
+    makes calls of pairs (lib.strategies.ROUTES). check="full" asks on every step where sources lie, too. Of a
+    destination listed twice the later pair is copied. Raises ValueError for destinations as `check_pairs`.
     """
 
     def __init__(self, dsts, src_dtypes, names=None, constants=(), route=grouped_dma, check="step") -> None:
         self.route, self.check, self.misses = route, check, 0
-        self.names = [*(names or map(str, range(len(dsts)))), *("constant" for _ in constants)]
-        self.dsts = [dst.detach() for dst in dsts]
         self.planned, self.stand_ins = [], []
-        for dst, dtype in zip(self.dsts, src_dtypes, strict=True):
+        for dst, dtype in zip(dsts, src_dtypes, strict=True):
             self.planned.append((Tensor, dst.shape, dtype, dst.device))
             self.stand_ins.append(torch.empty(dst.shape, dtype=dtype, device="meta"))
         self.maybe_lazy = [i for i, t in enumerate(src_dtypes) if t.is_floating_point or t.is_complex]
         self.constants = [src for _, src in constants]
-        own = self.dsts + self.constants  # as its own source a destination passes
-        self.dsts += [dst.detach() for dst, _ in constants]
-        check_pairs(self.dsts, own, self.names)
-        every, self.kept = self.stand_ins + self.constants, []
-        index = {id(src): i for i, src in enumerate(every)}
-        for call in route(self._pairs(every)):
-            picks = [index[id(src)] for src in call.srcs]
-            if len(picks) == 1:  # a getter of one index would not return a sequence
-                picks = [slice(picks[0], picks[0] + 1)]
-            self.kept.append((call, itemgetter(*picks)))
+        self.dsts = [dst.detach() for dst in (*dsts, *(dst for dst, _ in constants))]
+        self.names = [*(names or map(str, range(len(dsts)))), *("constant" for _ in constants)]
+        check_pairs(self.dsts, self.dsts[: len(dsts)] + self.constants, self.names)
+        self.last = sorted({place(dst): i for i, dst in enumerate(self.dsts)}.values())
+        index = {id(src): i for i, src in enumerate(self.stand_ins + self.constants)}
+        self.kept = []
+        for call in route(self._pairs(self.stand_ins)):
+            self.kept.append((call.op, call.dsts, call.kept, [index[id(src)] for src in call.srcs]))
 
     def __call__(self, srcs: Tensors) -> None:
         """Raises ValueError for no tensor, another shape or device; nothing has been written then."""
@@ -159,31 +157,27 @@ class CopyPlan:
         """What `plan(srcs)` does; without `srcs`, for sources as planned."""
         if srcs is None:
             return self.bound(self.stand_ins)
-        as_planned = self._as_planned(srcs)
-        every = [*srcs, *self.constants]
-        if self.check == "full" or not as_planned:
-            check_pairs(self.dsts, every, self.names)
-        if as_planned:
-            return self.bound(srcs)
-        self.misses += 1
-        return self.route(self._pairs(every))
-
-    def _pairs(self, every: Tensors) -> list[tuple]:
-        """Of a destination listed twice only the later pair, as a loop would leave it."""
-        pairs = []
-        for i, dst in enumerate(self.dsts):
-            if not any(map(dst.is_set_to, self.dsts[i + 1 :])):
-                pairs.append((dst, every[i]))
-        return pairs
+        planned = self._as_planned(srcs)
+        if not planned or self.check == "full":
+            check_pairs(self.dsts, [*srcs, *self.constants], self.names)
+        self.misses += not planned
+        return self.bound(srcs) if planned else self.route(self._pairs(srcs))
 
     def bound(self, srcs: Tensors) -> list[Call]:
         """The planned calls with these sources, unchecked: for a caller who knows them."""
         every = [*srcs, *self.constants]
-        return [Call(call.op, call.dsts, pick(every), 0, call.kept) for call, pick in self.kept]
+        calls = []
+        for op, dsts, kept, picks in self.kept:
+            calls.append(make_call((op, dsts, [every[i] for i in picks], 0, kept)))
+        return calls
+
+    def _pairs(self, srcs: Tensors) -> list[tuple]:
+        every = [*srcs, *self.constants]
+        return [(self.dsts[i], every[i]) for i in self.last]
 
     def _as_planned(self, srcs: Tensors) -> bool:
         try:
-            same = list(map(PLANNED, srcs)) == self.planned and all(map(Tensor.is_contiguous, srcs))
+            same = list(map(SIGNATURE, srcs)) == self.planned and all(map(Tensor.is_contiguous, srcs))
         except (AttributeError, RuntimeError):  # no tensor at all, or a sparse one
             return False
         return same and not any(is_lazy(srcs[i]) for i in self.maybe_lazy)
@@ -191,7 +185,7 @@ class CopyPlan:
 
 @dataclass(frozen=True)
 class StaticInput:
-    """A static buffer: `rows` a request along `dim`; `pad` in rows of padding, None where nobody reads them."""
+    """A static buffer: `rows` a request along `dim`; `pad` in rows of padding, None if nobody reads them."""
 
     buffer: Tensor
     rows: int = 1
@@ -199,6 +193,7 @@ class StaticInput:
     required: bool = True
     fill_if_missing: bool = False  # `pad` in its rows, too, where the field does not come
     dim: int = 0
+    source_dtype: torch.dtype | None = None  # where not the buffer's, so that padding shares the group
 
     def between(self, first: int, end: int) -> Tensor:
         """The rows of requests `first` up to `end`."""
@@ -208,20 +203,19 @@ class StaticInput:
 class ReplayCopies:
     """All input copies of a graph runner: a plan for each batch size and set of fields, made on first use.
 
-    Padding is written every step, in the groups: engines share buffers and graphs write into inputs. It reaches
-    to the rows that the graph reads or, `pad_to="buffer"`, as far as SGLang's. `pads_stay` leaves it out.
+    Padding is written every step, in the groups: engines share buffers and graphs write into inputs. It goes
+    as far as the graph reads or, pad_to="buffer", as in SGLang. pads_stay leaves it out. options: a plan's.
     """
 
-    def __init__(self, fields, pad_to="captured", pads_stay=False, route=grouped_dma, check="step") -> None:
+    def __init__(self, fields, pad_to="captured", pads_stay=False, **options) -> None:
         self.fields: dict[str, StaticInput] = dict(fields)
-        self.pad_to, self.pads_stay = pad_to, pads_stay
-        self.make_plan = partial(CopyPlan, route=route, check=check)
+        self.pad_to, self.pads_stay, self.options = pad_to, pads_stay, options
         self.plans: dict[tuple, CopyPlan] = {}
 
     def __call__(self, inputs: Inputs, batch_size: int, captured: int) -> None:
-        """Fill the buffers of a graph for `captured` requests; None is a field that does not come.
+        """Fill the buffers of a graph for `captured` requests; None stands for a field that does not come.
 
-        Raises ValueError, naming the field that is unknown, missing or not as planned; nothing is written.
+        Raises ValueError, naming the field, for what is unknown, missing or does not fit, before it writes.
         """
         run(self.calls(inputs, batch_size, captured))
 
@@ -234,9 +228,9 @@ class ReplayCopies:
 
     def prepare(self, batch_sizes: Mapping[int, int]) -> None:
         """Make the plans for all fields ahead: batch size -> the captured size that holds it."""
-        buffers = {name: field.buffer for name, field in self.fields.items()}
+        given = {name: field.buffer for name, field in self.fields.items()}
         for batch_size, captured in batch_sizes.items():
-            self._plan(buffers, batch_size, captured)
+            self._plan(given, batch_size, captured)
 
     def _plan(self, given: Inputs, batch_size: int, captured: int) -> CopyPlan:
         for name, src in given.items():
@@ -244,21 +238,22 @@ class ReplayCopies:
                 raise ValueError(f"{name}: expected a tensor for one of {list(self.fields)}, got {type(src)}")
         pads = []
         for name, field in self.fields.items():
-            if field.required and name not in given:
+            missing = name not in given
+            if field.required and missing:
                 raise ValueError(f"{name}: required field is missing")
             capacity = field.buffer.shape[field.dim] // field.rows
             if not 0 < batch_size <= captured <= capacity:
                 raise ValueError(f"{name}: expected 1 to {capacity} requests, got {batch_size} of {captured}")
-            first = 0 if field.fill_if_missing and name not in given else batch_size
+            first = 0 if missing and field.fill_if_missing else batch_size
             end = capacity if self.pad_to == "buffer" else captured
             rows = field.between(first, batch_size if self.pads_stay else end)
             if field.pad is not None:
-                dtype = given.get(name, rows).dtype
-                pads.append((rows, torch.full_like(rows, field.pad, dtype=dtype)))
+                pads.append((rows, torch.full_like(rows, field.pad, dtype=field.source_dtype)))
         dsts = [self.fields[name].between(0, batch_size) for name in given]
+        dtypes = [self.fields[name].source_dtype or src.dtype for name, src in given.items()]
         if len(self.plans) >= MAX_PLANS:
             self.plans.clear()
-        plan = self.make_plan(dsts, [src.dtype for src in given.values()], given, pads)
+        plan = CopyPlan(dsts, dtypes, list(given), pads, **self.options)
         self.plans[batch_size, captured, *given] = plan
         return plan
 
@@ -267,8 +262,8 @@ try:
     from lib.checks import check_pairs
 except ImportError:  # this file was taken away alone
 
-    def check_pairs(dsts: Tensors, srcs: Tensors, names: Sequence[str] | None = None) -> None:
+    def check_pairs(dsts: Tensors, srcs: Tensors, names: Iterable | None = None) -> None:
         """Raise ValueError for no tensor and other shapes or devices; lib/checks.py sees more."""
-        for name, dst, src in zip(names or dsts, dsts, srcs, strict=True):
+        for name, dst, src in zip(names or range(len(dsts)), dsts, srcs, strict=True):
             if not isinstance(src, Tensor) or (src.shape, src.device) != (dst.shape, dst.device):
                 raise ValueError(f"{name}: expected {dst.shape} on {dst.device}, got {src!r}")

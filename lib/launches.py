@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lib.copies import DEFAULT_DMA_BYTES, FUSED_DTYPES, Call, can_fuse
+from lib.copies import DEFAULT_DMA_BYTES, FUSED_DTYPES, Call, can_fuse, place
 
 MEMCPY, KERNEL, GRAPH = "cudaMemcpyAsync", "cudaLaunchKernel", "cudaGraphLaunch"
 CALL_FIGURES = {MEMCPY: "host_memcpy_us", KERNEL: "host_launch_us", GRAPH: "host_graph_us"}
@@ -156,7 +156,7 @@ def copy_launches(dst: Tensor, src: Tensor) -> list[Launch]:
     found = obstacles(dst, src)
     if found:
         return [Launch("elementwise", 1, dst.nbytes, "; ".join(found))]
-    if dst.is_set_to(src):
+    if place(dst) == place(src):
         return []
     return [Launch("memcpy", 1, dst.nbytes, "same dtype, both contiguous")]
 

@@ -8,13 +8,15 @@ held-out prompts are written beside them.
 
 import argparse
 import csv
+import hashlib
+import hashlib
 import random
 import time
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from lib.eagle.fields import EagleConfig
 from lib.eagle.model import EagleHead, TargetModel, causal_attention
@@ -100,7 +102,7 @@ def train_target(target: TargetModel, data: torch.Tensor, log: list[dict]) -> No
     positions = torch.arange(CONTEXT).expand(BATCH, -1)
     for step in range(TARGET_STEPS):
         tokens = crops(data, g, CONTEXT + 1)
-        logits, _ = target(tokens[:, :-1], positions, causal_attention)
+        logits = target.lm_head(target(tokens[:, :-1], positions, causal_attention))
         loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
         update(optimizer, loss, schedule(step, TARGET_STEPS, 3e-3))
         record(log, "target", step, TARGET_STEPS, loss=loss)
@@ -115,7 +117,6 @@ class UnrolledAttention:
         self.passes: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         self.passes.append((k, v))
         j, length = len(self.passes) - 1, q.shape[2]
         first_k, first_v = self.passes[0]
@@ -127,7 +128,7 @@ class UnrolledAttention:
         out = weights[..., :length] @ first_v
         for i, (_, v_m) in enumerate(own):
             out = out + weights[..., length + i, None] * v_m
-        return out.transpose(1, 2)
+        return out
 
 
 def shift(x: torch.Tensor, by: int) -> torch.Tensor:
@@ -142,11 +143,13 @@ def train_head(target: TargetModel, head: EagleHead, data: torch.Tensor, log: li
     for step in range(HEAD_STEPS):
         tokens = crops(data, g, CONTEXT + 1)
         with torch.no_grad():
-            logits, features = target(tokens, torch.arange(CONTEXT + 1).expand(BATCH, -1), causal_attention)
+            features = target(tokens, torch.arange(CONTEXT + 1).expand(BATCH, -1), causal_attention)
+            logits = target.lm_head(features)
         wanted, goal, hidden = logits[:, 1:].softmax(-1), features[:, 1:], features[:, :-1]
         attention, losses = UnrolledAttention(), []
         for depth in range(UNROLL):
-            drafted, predicted = head(tokens[:, 1:], hidden, positions, attention)
+            predicted = head(target.embed(tokens[:, 1:]), hidden, positions, attention)
+            drafted = target.lm_head(predicted)
             hidden = shift(predicted, 1)  # its own feature fed back
             rows = slice(depth, None)  # earlier rows have no pass before to take a feature from
             soft = -(wanted * drafted.log_softmax(-1)).sum(-1)[:, rows].mean()
@@ -183,7 +186,7 @@ def main() -> None:
     torch.set_num_threads(1)
     config = EagleConfig.tiny(dtype=torch.float32)
     target = TargetModel(config)
-    head = EagleHead(config, target.embed, target.lm_head)
+    head = EagleHead(config)
     for p in (*target.parameters(), *head.parameters()):
         if p.dim() == 2:
             torch.nn.init.normal_(p, std=0.02 if p is target.embed.weight else p.shape[1] ** -0.5)
@@ -197,7 +200,10 @@ def main() -> None:
 
     weights = {f"target.{n}": t for n, t in target.state_dict().items()}
     weights |= {f"head.{n}": t for n, t in head.state_dict().items()}
-    save_file({n: t.half() for n, t in weights.items()}, output / "tiny.safetensors")
+    weights = save({n: t.half() for n, t in weights.items()})
+    (output / "tiny.safetensors").write_bytes(weights)
+    checksum = hashlib.sha256(weights).hexdigest()  # `load_trained` compares it; so does `sha256sum -c`
+    (output / "tiny.sha256").write_text(f"{checksum}  tiny.safetensors\n", encoding="ascii")
     with open(output / "training_log.csv", "w", newline="") as file:
         writer = csv.DictWriter(file, ["model", "step", "loss", "feature", "last"])
         writer.writeheader()

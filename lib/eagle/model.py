@@ -10,9 +10,10 @@ In shapes: B rows of T tokens, H hidden size, V vocabulary; bs requests, k top-k
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import safetensors.torch
 import torch
@@ -25,10 +26,8 @@ from lib.eagle.fields import EagleConfig, first_level
 TRAINED = Path(__file__).parents[2] / "data/models"
 
 
-class Attention(Protocol):
-    """How a layer reaches keys and values: (layer, q, k, v), all (B, heads, T, head_dim), to mixed values."""
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
+# How a layer reaches keys and values: (layer, q, k, v), all (B, heads, T, head_dim), to mixed values.
+Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 def causal_attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -55,7 +54,13 @@ class PoolAttention:
     read_slots: Tensor  # (B, C) int64
     mask: Tensor  # (B, T, C) bool, true where a row sees a column
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+    ) -> Tensor:
         slots = self.pool[layer]
         written = torch.cat((k, v), dim=1)
         slots[self.write_slots] = join_heads(written)
@@ -64,7 +69,12 @@ class PoolAttention:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask[:, None])
 
 
-def prefix_slots(table: Tensor, requests: Tensor, lens: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+def prefix_slots(
+    table: Tensor,
+    requests: Tensor,
+    lens: Tensor,
+    rows: int,
+) -> tuple[Tensor, Tensor]:
     """Slots (B, C) of each request's first tokens, from a table (requests, C); mask (B, rows, C) of its lens.
 
     Columns past the end repeat the first slot, so that masked columns read the request's own values.
@@ -94,7 +104,9 @@ def rotate(x: Tensor, positions: Tensor) -> Tensor:
     signed = torch.cat((-frequencies, frequencies))  # the halves of a head turn against each other
     angles = positions[:, None, :, None] * signed
     swapped = x.roll(half, dims=-1)
-    return x * angles.cos().to(x.dtype) + swapped * angles.sin().to(x.dtype)
+    cos = angles.cos().to(x.dtype)
+    sin = angles.sin().to(x.dtype)
+    return x * cos + swapped * sin
 
 
 class DecoderLayer(nn.Module):
@@ -113,13 +125,20 @@ class DecoderLayer(nn.Module):
         self.gate_up = nn.Linear(hidden, 2 * inner, bias=False)
         self.down = nn.Linear(inner, hidden, bias=False)
 
-    def forward(self, x: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        qkv = split_heads(self.qkv(self.attn_norm(x)), 3 * self.heads)
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        attention: Attention,
+    ) -> Tensor:
+        qkv = self.qkv(self.attn_norm(x))
+        qkv = split_heads(qkv, 3 * self.heads)
         qk, v = qkv.tensor_split((2 * self.heads,), dim=1)
         q, k = rotate(qk, positions).chunk(2, dim=1)
         mixed = attention(self.index, q, k, v)
         x = x + self.out(join_heads(mixed))
-        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
+        gate_up = self.gate_up(self.mlp_norm(x))
+        gate, up = gate_up.chunk(2, dim=-1)
         return x + self.down(F.silu(gate) * up)
 
 
@@ -133,7 +152,12 @@ class TargetModel(nn.Module):
         self.norm = nn.RMSNorm(config.hidden_size, eps=1e-5)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
-    def forward(self, input_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        attention: Attention,
+    ) -> Tensor:
         """input_ids, positions (B, T) -> features (B, T, H). `lm_head` makes logits of them."""
         x = self.embed(input_ids)
         for layer in self.layers:
@@ -150,7 +174,13 @@ class EagleHead(nn.Module):
         self.fc = nn.Linear(2 * hidden, hidden, bias=False)
         self.layer = DecoderLayer(config, 0)
 
-    def forward(self, embedded: Tensor, hidden: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+    def forward(
+        self,
+        embedded: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        attention: Attention,
+    ) -> Tensor:
         """Embedded tokens and hidden (B, T, H), positions (B, T) -> features (B, T, H)."""
         pair = torch.cat((embedded, hidden), dim=-1)
         return self.layer(self.fc(pair), positions, attention)
@@ -167,13 +197,19 @@ class DraftModel:
     req_to_token: Tensor  # (1 + max_batch_size, max_context_len) int64; row 0 belongs to padding
 
     @classmethod
-    def random(cls, config: EagleConfig, device: Device = "cpu", seed: int = 0) -> DraftModel:
+    def random(
+        cls,
+        config: EagleConfig,
+        device: Device = "cpu",
+        seed: int = 0,
+    ) -> DraftModel:
         """Seeded random weights, every pool slot in use: a wrongly copied field changes the output.
 
         Raises ValueError where `kv_slots` does not hold every request at full length.
         """
         # A request owns one stretch of slots: for its tokens, then for its draft branches.
-        context, requests = config.max_context_len, config.max_batch_size
+        context = config.max_context_len
+        requests = config.max_batch_size
         stretch = context + config.topk * config.num_steps
         needed = 1 + stretch * requests
         if needed > config.kv_slots:
@@ -215,24 +251,28 @@ def draft_forward(model: DraftModel, inputs: dict[str, Tensor]) -> DraftOutput:
     A branch sees the committed prefix and its true ancestors, wherever their lanes were (SGLang's lanes keep
     their own history instead).
     """
-    config, device = model.config, model.kv.device
-    tokens, scores = inputs["topk_index"], inputs["topk_p"]
+    tokens = inputs["topk_index"]  # of all candidates so far
+    scores = inputs["topk_p"]
     bs, k = tokens.shape
-    positions = inputs["positions"].view(bs, k)
-    lane_slots = inputs["out_cache_loc"].view(bs, k, -1)
     # What lanes read (bs, C) and which of it each sees (bs, k, C): the prefix, then level by level.
     slots, seen = prefix_slots(model.req_to_token, inputs["req_pool_indices"], inputs["seq_lens"], k)
-    itself = torch.eye(k, dtype=torch.bool, device=device).expand(bs, k, k)
+    lane_slots = inputs["out_cache_loc"].view(bs, k, -1)
+    positions = inputs["positions"].view(bs, k)
+    itself = torch.eye(k, dtype=torch.bool, device=tokens.device)
+    itself = itself.expand(bs, k, k)
 
-    lane_tokens, lane_scores = tokens, scores
+    lane_tokens = tokens
+    lane_scores = scores
     hidden = inputs["hidden_states"][:, None].expand(-1, k, -1)
-    parents = torch.arange(-1, k, device=device).expand(bs, -1)
-    for level in range(config.num_steps - 1):
+    parents = torch.arange(-1, k, device=tokens.device)
+    parents = parents.expand(bs, -1)
+    for level in range(model.config.num_steps - 1):
         if level > 0:
-            # The k best of the k * k children take over the lanes; a child sees what its parent saw.
-            lane_scores, best = path_scores.topk(k)
-            lane_tokens = children.gather(1, best)
-            parents = torch.cat((parents, best + k + (level - 1) * k * k), dim=1)
+            # The k best of the last k * k candidates take over the lanes, and see what their parents saw.
+            first = scores.shape[1] - k * k
+            lane_scores, best = scores[:, first:].topk(k)
+            lane_tokens = tokens[:, first:].gather(1, best)
+            parents = torch.cat((parents, first + best), dim=1)
             lane = best[..., None] // k
             hidden = hidden.take_along_dim(lane, dim=1)
             seen = seen.take_along_dim(lane, dim=1)
@@ -242,15 +282,16 @@ def draft_forward(model: DraftModel, inputs: dict[str, Tensor]) -> DraftOutput:
         attention = PoolAttention(model.kv, write_slots, slots, seen)
         embedded = model.target.embed(lane_tokens)
         hidden = model.head(embedded, hidden, positions + level, attention)
-        probabilities, children = first_level(model.target.lm_head(hidden), k)
-        children = children.flatten(1)
-        path_scores = (lane_scores[..., None] * probabilities).flatten(1)
-        tokens = torch.cat((tokens, children), dim=1)
-        scores = torch.cat((scores, path_scores), dim=1)
+        logits = model.target.lm_head(hidden)
+        probabilities, children = first_level(logits, k)
+        path_scores = lane_scores[..., None] * probabilities
+        tokens = torch.cat((tokens, children.flatten(1)), dim=1)
+        scores = torch.cat((scores, path_scores.flatten(1)), dim=1)
 
     # A stable sort: at equal scores the parent comes first, so that no chosen node lacks its parent.
     ranked = scores.argsort(dim=1, descending=True, stable=True)
-    chosen = ranked[:, : config.num_draft_tokens - 1].sort().values
+    best = ranked[:, : model.config.num_draft_tokens - 1]
+    chosen, _ = best.sort()
     return DraftOutput(parents, chosen, tokens.gather(1, chosen), scores)
 
 
@@ -270,7 +311,8 @@ def draft_extend_forward(model: DraftModel, inputs: dict[str, Tensor]) -> DraftE
     The next draft starts from row i * w + accepted - 1 of request i. With the input `select_index` (bs,), the
     LM head computes these rows only, as in SGLang of October 2026; without it, all bs * w.
     """
-    w, lens = model.config.num_draft_tokens, inputs["seq_lens"]
+    w = model.config.num_draft_tokens
+    lens = inputs["seq_lens"]
     slots, _ = prefix_slots(model.req_to_token, inputs["req_pool_indices"], lens, w)
     columns = torch.arange(slots.shape[1], device=slots.device)
     prefix = lens - inputs["extend_seq_lens"]
@@ -293,7 +335,9 @@ def draft_extend_forward(model: DraftModel, inputs: dict[str, Tensor]) -> DraftE
 
 
 def load_trained(
-    config: EagleConfig, device: Device = "cpu", directory: Path = TRAINED
+    config: EagleConfig,
+    device: Device = "cpu",
+    directory: Path = TRAINED,
 ) -> tuple[TargetModel, EagleHead]:
     """Target and head of data/models in the config's dtype.
 
@@ -302,7 +346,8 @@ def load_trained(
     """
     path = directory / "tiny.safetensors"
     data = path.read_bytes()
-    expected, _ = path.with_suffix(".sha256").read_text(encoding="ascii").split()
+    line = path.with_suffix(".sha256").read_text(encoding="ascii")
+    expected = line.split()[0]
     found = hashlib.sha256(data).hexdigest()
     if found != expected:
         raise ValueError(

@@ -60,7 +60,13 @@ class InputBuffers:
                 pad = None if field.pad is None or field.large else self.config.pad_value(field)
                 buffer, rows = self.tensors[field.name], self.config.rows(field)
                 static[field.name] = StaticInput(
-                    buffer, rows, pad, field.required, field.fill_if_missing, field.dim
+                    buffer,
+                    rows,
+                    pad,
+                    field.required,
+                    field.fill_if_missing,
+                    field.dim,
+                    field.source_dtype,
                 )
         return static
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.types import Device
 
 from lib.eagle.fields import Batch, DraftBatch, DraftExtendBatch, EagleConfig, first_level
@@ -87,23 +87,14 @@ class Request:
 
     @property
     def finished(self) -> bool:
-        return len(self.output) >= self.max_new_tokens or self.output[-1:] == [self.stop_token]
+        stopped = self.output[-1:] == [self.stop_token]
+        return stopped or len(self.output) >= self.max_new_tokens
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens up to the stop token or the limit, whichever comes first."""
         for token in tokens:
             if not self.finished:
                 self.output.append(token)
-
-
-class Step(NamedTuple):
-    """The running requests at the start of a step, and the slots that it may use; one row each."""
-
-    requests: Tensor  # rows of req_to_token
-    lens: Tensor  # committed tokens
-    lens_cpu: Tensor  # the same on the host
-    branch_slots: Tensor  # (bs, k * s), for the draft
-    node_slots: Tensor  # (bs, w), for the nodes to verify; the draft is over then, and they may be the same
 
 
 class Tree(NamedTuple):
@@ -119,12 +110,15 @@ def build_tree(root: Tensor, draft: DraftOutput, topk: int, num_steps: int) -> T
     chosen = draft.top_scores_index
     parents = draft.parent_list.gather(1, chosen // topk)
     # Node i + 1 is the i-th candidate chosen; children of the root have the parent -1, smaller than any.
-    nodes = F.pad(torch.searchsorted(chosen, parents, right=True), (1, 0))
+    nodes = torch.searchsorted(chosen, parents, right=True)
+    nodes = F.pad(nodes, (1, 0))
     bs, w = nodes.shape
-    mask = torch.eye(w, dtype=torch.bool, device=root.device).expand(bs, w, w)
+    mask = torch.eye(w, dtype=torch.bool, device=root.device)
+    mask = mask.expand(bs, w, w)
     for _ in range(num_steps):
         mask = mask | mask.take_along_dim(nodes[..., None], dim=1)
-    return Tree(torch.cat((root[:, None], draft.draft_tokens), dim=1), nodes, mask)
+    tokens = torch.cat((root[:, None], draft.draft_tokens), dim=1)
+    return Tree(tokens, nodes, mask)
 
 
 def accept_greedy(tree: Tree, predictions: Tensor) -> Tensor:
@@ -133,9 +127,10 @@ def accept_greedy(tree: Tree, predictions: Tensor) -> Tensor:
     They form one path: of siblings that carry the same token only the first counts.
     """
     agrees = tree.tokens == predictions.gather(1, tree.parents)
-    edges = (tree.parents << 32) + tree.tokens
+    edges = (tree.parents << 32) + tree.tokens  # both in one number
     twins = edges[:, None] == edges[..., None]
-    agrees &= ~twins.tril(-1)[..., 1:].any(-1)
+    seconds = twins.tril(-1)[..., 1:].any(-1)
+    agrees &= ~seconds
     agrees[:, 0] = True  # the root
     return (agrees[:, None] | ~tree.mask).all(-1)
 
@@ -181,7 +176,7 @@ class EagleWorker:
         self.extend.capture()
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
-        self.spans: list[tuple[str, float, float]] = []
+        self.spans = []
 
     def submit(self, prompt: Sequence[int], max_new_tokens: int, stop_token: int | None = None) -> Request:
         """Queue a request; the next `step` with room takes it up.
@@ -189,8 +184,8 @@ class EagleWorker:
         Raises ValueError for an empty prompt, a token outside the vocabulary, no token wanted, or a request
         that could never fit.
         """
-        prompt = list(prompt)
-        if not prompt or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        wanted = isinstance(max_new_tokens, int) and max_new_tokens >= 1
+        if not prompt or not wanted:
             raise ValueError(
                 f"expected a prompt and max_new_tokens >= 1, got {len(prompt)}, {max_new_tokens}"
             )
@@ -199,11 +194,13 @@ class EagleWorker:
             if not isinstance(token, int) or token not in vocab:
                 raise ValueError(f"prompt: expected tokens from 0 to {vocab[-1]}, got {token!r}")
         length = len(prompt) + max_new_tokens
-        room = self.config.max_context_len - self.config.num_draft_tokens
-        room = min(room, self.config.kv_slots - 1 - self.slots_per_step)
+        room = min(
+            self.config.max_context_len - self.config.num_draft_tokens,
+            self.config.kv_slots - 1 - self.slots_per_step,
+        )
         if length > room:
             raise ValueError(f"prompt and new tokens: expected at most {room} together, got {length}")
-        request = Request(prompt, max_new_tokens, stop_token)
+        request = Request(list(prompt), max_new_tokens, stop_token)
         self.waiting.append(request)
         return request
 
@@ -247,7 +244,8 @@ class EagleWorker:
         """Prefill waiting requests while there is room, and add them to the running batch."""
         while self.waiting and len(self.running) < self.config.max_batch_size:
             request = self.waiting[0]
-            needed = len(request.prompt) + (len(self.running) + 1) * self.slots_per_step
+            for_steps = (len(self.running) + 1) * self.slots_per_step
+            needed = len(request.prompt) + for_steps
             if needed > len(self.kv_slots.free_slots):
                 break
             try:
@@ -260,13 +258,13 @@ class EagleWorker:
 
     def _prefill(self, request: Request) -> None:
         """Target, then head, over the whole prompt; the head reads tokens shifted by one."""
-        n = len(request.prompt)
-        request.slots = self.kv_slots.alloc(n)
+        length = len(request.prompt)
+        request.slots = self.kv_slots.alloc(length)
         (request.req_pool_index,) = self.req_slots.alloc(1)
         slots = self._tensor([request.slots])
-        self.req_to_token[request.req_pool_index, :n] = slots
+        self.req_to_token[request.req_pool_index, :length] = slots
         tokens = self._tensor([request.prompt])
-        positions = torch.arange(n, device=self.device)[None]
+        positions = torch.arange(length, device=self.device)[None]
         mask = positions[..., None] >= positions
         attention = PoolAttention(self.target_kv, slots, slots, mask)
         features = self.target(tokens, positions, attention)
@@ -280,38 +278,34 @@ class EagleWorker:
 
     def _speculate(self, slots: list[int]) -> tuple[Tensor, DraftInput]:
         """Draft, verify and draft-extend with these slots; returns what `_extend` does."""
-        config, running = self.config, self.running
-        step_slots = self._tensor(slots).view(len(running), -1)
-        lens_cpu = torch.tensor([len(request.slots) for request in running])
-        step = Step(
-            requests=self._tensor([request.req_pool_index for request in running]),
-            lens=lens_cpu.to(self.device),
-            lens_cpu=lens_cpu,
-            branch_slots=step_slots[:, : config.topk * config.num_steps],
-            node_slots=step_slots[:, : config.num_draft_tokens],
-        )
-        tree = self._draft(step)
-        predictions, features = self._verify(step, tree)
+        topk, num_steps = self.config.topk, self.config.num_steps
+        # A request's branches, and after the draft its nodes, take the first of its slots.
+        step_slots = self._tensor(slots).view(len(self.running), -1)
+        node_slots = step_slots[:, : self.config.num_draft_tokens]
+        batch = self._draft_batch(step_slots[:, : topk * num_steps])
+        out = self._replay("draft", self.draft, batch)
+        root = self._tensor([request.output[-1] for request in self.running])
+        tree = build_tree(root, out, topk, num_steps)
+        predictions, features = self._verify(batch, tree, node_slots)
         accepted = accept_greedy(tree, predictions)
-        return self._extend(step, accepted, predictions, features)
+        return self._extend(batch, accepted, predictions, features, node_slots)
 
-    def _draft(self, step: Step) -> Tree:
-        """Grow a tree for every running request."""
+    def _draft_batch(self, slots: Tensor) -> DraftBatch:
+        """The running requests, the keys and values of their branches in slots (bs, k * s)."""
+        lens_cpu = torch.tensor([len(request.slots) for request in self.running])
+        lens = lens_cpu.to(self.device)
         inputs = zip(*(request.draft_input for request in self.running))
         topk_p, topk_index, hidden_states = map(torch.cat, inputs)
-        batch = DraftBatch(
-            seq_lens=step.lens,
-            out_cache_loc=step.branch_slots.flatten(),
-            positions=step.lens.repeat_interleave(self.config.topk),
-            req_pool_indices=step.requests,
+        return DraftBatch(
+            seq_lens=lens,
+            out_cache_loc=slots.flatten(),
+            positions=lens.repeat_interleave(self.config.topk),
+            req_pool_indices=self._tensor([request.req_pool_index for request in self.running]),
             hidden_states=hidden_states,
-            seq_lens_cpu=step.lens_cpu,
+            seq_lens_cpu=lens_cpu,
             topk_p=topk_p,
             topk_index=topk_index,
         )
-        out = self._replay("draft", self.draft, batch)
-        root = self._tensor([request.output[-1] for request in self.running])
-        return build_tree(root, out, self.config.topk, self.config.num_steps)
 
     def _replay(self, name: str, runner: GraphRunner, batch: Batch) -> NamedTuple:
         if runner.placed:  # sources have to lie at fixed addresses; their producer is this loop
@@ -321,24 +315,30 @@ class EagleWorker:
         with self._span(f"{name} replay"):
             return runner.replay_graph(batch.batch_size)
 
-    def _verify(self, step: Step, tree: Tree) -> tuple[Tensor, Tensor]:
+    def _verify(self, batch: DraftBatch, tree: Tree, node_slots: Tensor) -> tuple[Tensor, Tensor]:
         """Run the target over all nodes at once: predictions (bs, w) and features (bs, w, H)."""
-        table = self.req_to_token[:, : step.lens_cpu.max()]
-        prefix, seen = prefix_slots(table, step.requests, step.lens, tree.mask.shape[1])
+        table = self.req_to_token[:, : batch.seq_lens_cpu.max()]
+        w = node_slots.shape[1]
+        prefix, seen = prefix_slots(table, batch.req_pool_indices, batch.seq_lens, w)
         attention = PoolAttention(
             self.target_kv,
-            write_slots=step.node_slots,
-            read_slots=torch.cat((prefix, step.node_slots), dim=1),
+            write_slots=node_slots,
+            read_slots=torch.cat((prefix, node_slots), dim=1),
             mask=torch.cat((seen, tree.mask), dim=2),
         )
-        depths = tree.mask.sum(-1) - 1
+        positions = batch.seq_lens[:, None] + tree.mask.sum(-1) - 1
         with self._span("verify"):
-            features = self.target(tree.tokens, step.lens[:, None] + depths, attention)
+            features = self.target(tree.tokens, positions, attention)
             predictions = self.target.lm_head(features).argmax(-1)
         return predictions, features
 
     def _extend(
-        self, step: Step, accepted: Tensor, predictions: Tensor, features: Tensor
+        self,
+        drafted: DraftBatch,
+        accepted: Tensor,
+        predictions: Tensor,
+        features: Tensor,
+        node_slots: Tensor,
     ) -> tuple[Tensor, DraftInput]:
         """Refresh the head's cache over all w rows. Returns (bs, 1 + 2 * w): how many of a request's rows
         count, its w tokens, their w slots; and what the next draft starts from."""
@@ -346,27 +346,31 @@ class EagleWorker:
         # Accepted nodes first, in path order. Rejected ones follow, so that every row has a slot of its own.
         order = accepted.byte().argsort(dim=1, descending=True, stable=True)
         tokens = predictions.gather(1, order)
-        slots = step.node_slots.gather(1, order)
+        slots = node_slots.gather(1, order)
         hidden_states = features.take_along_dim(order[..., None], dim=1)
-        positions = step.lens[:, None] + torch.arange(w, device=self.device)
-        self.req_to_token[step.requests[:, None], positions] = slots
+        positions = drafted.seq_lens[:, None] + torch.arange(w, device=self.device)
+        self.req_to_token[drafted.req_pool_indices[:, None], positions] = slots
         counts = accepted.sum(1, dtype=torch.int32)
+        last = torch.arange(-1, bs * w - 1, w, device=self.device) + counts
         batch = DraftExtendBatch(
             input_ids=tokens.flatten(),
-            seq_lens=step.lens + w,
+            seq_lens=drafted.seq_lens + w,
             out_cache_loc=slots.flatten(),
             positions=positions.flatten(),
-            req_pool_indices=step.requests,
+            req_pool_indices=drafted.req_pool_indices,
             extend_seq_lens=torch.full_like(counts, w),
             num_correct_drafts=counts - 1,
             num_accept_tokens=counts,
             hidden_states=hidden_states.flatten(0, 1),
-            seq_lens_cpu=step.lens_cpu + w,
+            seq_lens_cpu=drafted.seq_lens_cpu + w,
+            select_index=last,
         )
         out = self._replay("extend", self.extend, batch)
-        last = torch.arange(-1, bs * w - 1, w, device=self.device) + counts
+        if "select_index" in self.extend.buffers.names:  # the graph itself has picked the rows
+            last = torch.arange(bs, device=self.device)
         draft_input = DraftInput(out.topk_p[last], out.topk_index[last], out.hidden_states[last])
-        return torch.cat((counts[:, None], tokens, slots), dim=1), draft_input
+        rows = torch.cat((counts[:, None], tokens, slots), dim=1)
+        return rows, draft_input
 
     def _commit(self, slots: list[int], rows: list[list[int]], draft_input: DraftInput) -> None:
         """Keep the accepted path of every request, free the other slots of the step."""
@@ -400,26 +404,22 @@ class EagleWorker:
 
 @torch.no_grad()
 def greedy_decode(
-    target: TargetModel, prompts: Sequence[Sequence[int]], max_new_tokens: int
-) -> tuple[list[list[int]], list[list[float]]]:
+    target: TargetModel,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+) -> tuple[list[int], list[float]]:
     """Plain greedy decoding without any cache, the reference: new tokens, and by how much each leads.
 
     A lead within rounding means that another order of summing may choose the next best token instead.
     """
     device = target.embed.weight.device
-    texts = [torch.tensor(prompt, device=device) for prompt in prompts]
-    tokens = nn.utils.rnn.pad_sequence(texts, batch_first=True)
-    ends = torch.tensor([len(text) for text in texts], device=device)
-    rows = torch.arange(len(texts), device=device)
-    outputs, leads = [], []
+    text = torch.tensor([prompt], device=device)
+    leads = []
     for _ in range(max_new_tokens):
-        tokens = F.pad(tokens, (0, 1))
-        positions = torch.arange(tokens.shape[1], device=device).expand_as(tokens)
-        features = target(tokens, positions, causal_attention)
-        logits = target.lm_head(features[rows, ends - 1]).float()
-        best, second = logits.topk(2).values.unbind(1)
+        positions = torch.arange(text.shape[1], device=device)[None]
+        features = target(text, positions, causal_attention)
+        logits = target.lm_head(features[:, -1]).float()
+        best, second = logits.topk(2).values[0]
         leads.append(best - second)
-        outputs.append(logits.argmax(1))
-        tokens[rows, ends] = outputs[-1]
-        ends += 1
-    return torch.stack(outputs, dim=1).tolist(), torch.stack(leads, dim=1).tolist()
+        text = torch.cat((text, logits.argmax(-1, keepdim=True)), dim=1)
+    return text[0, len(prompt) :].tolist(), torch.stack(leads).tolist()

@@ -1,0 +1,196 @@
+"""Which copies does this code make, where, and what would be fewer? Run one step of an engine inside `watch`:
+
+    with watch() as seen:
+        runner.fill(batch)
+    seen.report()  # a table: where, how often, kind of launch, why, what would be better
+    print(seen.suggest().lines)
+
+Seen is what goes through PyTorch's dispatcher: `copy_`, `fill_`, `zero_`, `_foreach_copy_`, assignments to
+slices and elements, and `to()`, which uploads or converts into a new tensor. Not seen: kernels launched
+without PyTorch, writes through numpy, other operators that write (`clone`, `cat`, `index_put_`, `out=`).
+
+The code computes what it computes without. Kept are shapes and strides, and tensors that were uploaded from
+the host. Tensors on the CPU and on `meta` count as device memory; a CPU tensor that is copied to another
+device comes from the host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import sys
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from inspect import CO_OPTIMIZED
+from types import FrameType, ModuleType
+
+import pandas as pd
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lib.checks import elements
+from lib.copies import Call
+from lib.launches import Launch, explain, launches
+from lib.suggest import Sighting, Suggestion, suggest
+
+LIBRARIES = (torch.__path__[0], contextlib.__file__, __file__)
+aten = torch.ops.aten
+
+
+@dataclass
+class Seen:
+    """What the code did, in order. The calls are on stand-ins: to count and to explain, not to run."""
+
+    calls: list[Call] = field(default_factory=list)
+    sightings: list[Sighting] = field(default_factory=list)
+
+    def launches(self) -> list[Launch]:
+        """What CUDA is asked for. Raises where `_foreach_copy_` would on CUDA: NotImplementedError."""
+        return launches(self.calls)
+
+    def report(self) -> pd.DataFrame:
+        """A row for each line and destination: how often, bytes of one time, kind, why, what is better."""
+        rows: dict[tuple, dict] = {}
+        names = [one.buffer for one in self.sightings]
+        for one, explained in zip(self.sightings, explain(self.calls, names)):
+            code = linecache.getline(one.file, one.line).strip()
+            where = {"file": one.file, "line": one.line, "code": code, "times": 0}
+            row = rows.setdefault((one.file, one.line, one.place), where | asdict(explained))
+            row["times"] += 1
+        return pd.DataFrame(rows.values())
+
+    def suggest(self) -> Suggestion:
+        """What would be fewer launches, for the copies of one step."""
+        return suggest(self.sightings)
+
+
+class Recorder(TorchDispatchMode):
+    """Notes what PyTorch was asked to copy and to fill, once that is done."""
+
+    def __init__(self, seen: Seen, outermost: FrameType) -> None:
+        super().__init__()
+        self.seen = seen
+        self.outermost = outermost
+        self.made: dict[tuple, tuple[weakref.ref, Tensor]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        operator = func.overloadpacket
+        if operator in READERS:
+            self.note(Call(*READERS[operator](result, *args)), operator is aten._to_copy)
+        return result
+
+    def note(self, call: Call, made: bool) -> None:
+        if any(t.layout != torch.strided for t in (*call.dsts, *call.srcs)):
+            return
+        kept = Call(call.op, [], [], call.value)
+        self.seen.calls.append(kept)
+        frame = caller()
+        where = frame.f_code.co_filename, frame.f_lineno
+        for i, dst in enumerate(call.dsts):
+            src = call.srcs[i] if call.srcs else dst
+            kept.dsts.append(stand_in(dst, src.device))
+            origin = None
+            if call.srcs:
+                onto_itself = elements(src) == elements(dst)
+                kept.srcs.append(kept.dsts[i] if onto_itself else stand_in(src, dst.device))
+                origin = self.origin(src, kept.srcs[i])
+            if made:
+                self.made[elements(dst)] = weakref.ref(dst), kept.srcs[i]
+            buffer = ("", dst.shape) if made else self.buffer(dst, frame)
+            self.seen.sightings.append(Sighting(kept, kept.dsts[i], origin, elements(dst), *where, *buffer))
+
+    def origin(self, src: Tensor, kept: Tensor) -> Tensor:
+        """What was uploaded or converted into `src`, if it was and that tensor still lives; else `kept`."""
+        made, origin = self.made.get(elements(src), (None, kept))
+        return origin if made is not None and made() is not None else kept
+
+    def buffer(self, dst: Tensor, frame: FrameType | None) -> tuple[str, torch.Size]:
+        """The expression that holds the memory, an attribute or item rather than a name, and its shape."""
+        best, shape, rank = f"line_{frame.f_lineno}", dst.shape, (False, 0)
+        while frame is not None and not rank[0]:
+            for path, t in tensors_in(variables(frame)):
+                found = (not path.isidentifier(), t.numel())
+                if found >= rank and holds(t, dst):
+                    best, shape, rank = path, t.shape, found
+            frame = None if frame is self.outermost else frame.f_back
+        return best, shape
+
+
+def caller() -> FrameType:
+    """The innermost frame that is neither this file's nor torch's."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(LIBRARIES):
+        frame = frame.f_back
+    return frame
+
+
+def variables(frame: FrameType) -> dict:
+    """A copy; emptied is the dictionary in which Python before 3.13 would keep them alive with the frame."""
+    found = dict(frame.f_locals)
+    if frame.f_code.co_flags & CO_OPTIMIZED and isinstance(frame.f_locals, dict):
+        frame.f_locals.clear()
+    return found
+
+
+def tensors_in(scope: Mapping, depth: int = 2) -> Iterator[tuple[str, Tensor]]:
+    """Tensors among variables, in dictionaries, and in attributes and those of these."""
+    for name, value in list(scope.items()):
+        if isinstance(value, Tensor):
+            yield name, value
+        elif isinstance(value, dict):
+            for key, item in list(value.items()):
+                if isinstance(item, Tensor):
+                    yield f"{name}[{key!r}]", item
+        elif depth and hasattr(value, "__dict__") and not isinstance(value, ModuleType | type):
+            for path, item in tensors_in(vars(value), depth - 1):
+                yield f"{name}.{path}", item
+
+
+def holds(buffer: Tensor, view: Tensor) -> bool:
+    if buffer.layout != torch.strided or buffer.dtype != view.dtype:
+        return False
+    offset = view.storage_offset() - buffer.storage_offset()
+    return elements(buffer)[0] == elements(view)[0] and 0 <= offset < max(buffer.numel(), 1)
+
+
+def stand_in(t: Tensor, partner: torch.device) -> Tensor:
+    """A tensor laid out like this one, without memory; itself on the host with a partner elsewhere."""
+    if t.device.type == "cpu" and partner.type != "cpu":
+        return t.detach()
+    like = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+    like = like.conj() if t.is_conj() else like
+    return torch._neg_view(like) if t.is_neg() else like
+
+
+def read_copy(_, dst: Tensor, src: Tensor | float, *rest) -> tuple:
+    src = torch.as_tensor(src)
+    if src.is_meta and src.numel() > 1 and not any(src.stride()):
+        return "fill_", [dst], [], float("nan")  # on meta, a number is assigned like this
+    return "copy_", [dst], [src]
+
+
+def number(value: Tensor | float) -> float:
+    """Without waiting for a device."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.item() if value.device.type == "cpu" else float("nan")
+
+
+READERS = {  # what an operator returned and its arguments -> the arguments of a Call
+    aten.copy_: read_copy,
+    aten.fill_: lambda _, dst, value: ("fill_", [dst], [], number(value)),
+    aten.zero_: lambda _, dst: ("fill_", [dst], [], 0),
+    aten._foreach_copy_: lambda _, dsts, srcs, *rest: ("foreach", dsts, srcs),
+    aten._to_copy: lambda made, src: ("copy_", [made], [src]),
+}
+
+
+@contextlib.contextmanager
+def watch() -> Iterator[Seen]:
+    """Records what the code in the block asks PyTorch to copy and to fill. Its errors come through."""
+    seen = Seen()
+    with Recorder(seen, caller()):
+        yield seen

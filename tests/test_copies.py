@@ -1,0 +1,472 @@
+"""The file that people take away: what it copies, what it refuses and how, and the calls it makes."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lib import CopyPlan, ReplayCopies, StaticInput, copies, grouped, grouped_foreach_copy_
+from lib.copies import DEFAULT_DMA_BYTES
+from lib.launches import launches
+from tests.tensors import (
+    Pairs,
+    assert_copies_or_refuses,
+    laid_out,
+    pairs,
+    properties,
+    random_values,
+    restore,
+    same,
+    snapshot,
+    storages,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:Casting complex values", "ignore:ComplexHalf support")
+FIT = (None, 3, 8)  # mutations that leave pairs fit: as they are, onto itself, the same pair twice
+
+
+def dtypes(tensors: list[Tensor]) -> list[torch.dtype]:
+    return [t.dtype for t in tensors]
+
+
+# ---- any pairs --------------------------------------------------------------------------------------------
+
+
+@given(pairs(), st.integers(0, 2))
+@properties(2_000)
+def test_they_leave_what_a_loop_of_copy_leaves_or_refuse(case: Pairs, n_constants: int):
+    def planned(dsts: list[Tensor], srcs: list[Tensor]) -> None:
+        n = min(n_constants, len(dsts), len(srcs))
+        constants = list(zip(dsts[:n], srcs[:n]))
+        types = dtypes(srcs[n:])[: len(dsts) - n] + [torch.int8] * (len(dsts) - len(srcs))
+        plan = CopyPlan(dsts[n:], types, constants=constants, check="full")
+        plan(srcs[n:])
+        plan(srcs[n:])  # as steps are
+
+    assert_copies_or_refuses(grouped_foreach_copy_, *case)
+    assert_copies_or_refuses(planned, *case)
+
+
+@given(pairs(mutations=FIT), st.integers(0, 1000))
+@properties(500)
+def test_one_plan_serves_any_sources_of_its_shapes(case: Pairs, seed: int):
+    """Strided, lazy or of another dtype: copied right, and counted."""
+    dsts, srcs = case
+    plan, memory = CopyPlan(dsts, dtypes(srcs)), storages(dsts)
+    plain = [random_values(s.shape, s.dtype, seed + i) for i, s in enumerate(srcs)]
+    other = [random_values(s.shape, torch.int16, seed + i) for i, s in enumerate(srcs)]
+    for sources in (srcs, plain, other, plain):
+        saved, missed = snapshot(memory), plan.misses
+        for dst, src in zip(dsts, sources):
+            dst.copy_(src)
+        expected = snapshot(memory)
+        restore(memory, saved)
+        plan(sources)
+        assert same(memory, expected)
+        as_planned = dtypes(sources) == dtypes(srcs) and not any(s.is_conj() or s.is_neg() for s in sources)
+        assert plan.misses - missed == (not as_planned or not all(s.is_contiguous() for s in sources))
+
+
+@given(pairs(mutations=FIT, max_pairs=10), st.sampled_from([None, 16, DEFAULT_DMA_BYTES]))
+@properties(1_000)
+def test_every_foreach_call_is_one_that_cuda_fuses(case: Pairs, dma_bytes: int | None):
+    """One dtype pair a call, each pair once; none that the kernel refuses, none that takes the slow path."""
+    dsts, srcs = case
+    calls = grouped(zip(dsts, srcs), dma_bytes)
+    seen = [(id(d), id(s)) for call in calls for d, s in zip(call.dsts, call.srcs)]
+    assert sorted(seen) == sorted((id(d), id(s)) for d, s in zip(dsts, srcs) if (id(d), id(s)) in seen)
+    assert all(d.numel() == 0 for d, s in zip(dsts, srcs) if (id(d), id(s)) not in seen)
+    plan = CopyPlan(dsts, dtypes(srcs))
+    for call in (*calls, *plan.calls(), *plan.calls(srcs)):
+        if call.op == "foreach":
+            assert len({(d.dtype, s.dtype) for d, s in zip(call.dsts, call.srcs)}) == 1
+            assert {launch.kind for launch in launches([call])} <= {"foreach"}
+
+
+def test_groups_and_what_goes_alone():
+    i64, f32 = torch.zeros(8, dtype=torch.int64), torch.zeros(8)
+    large = torch.zeros(DEFAULT_DMA_BYTES // 8, dtype=torch.int64)
+    each = [(i64, i64), (i64.int(), i64), (f32, f32), (i64, i64), (large, large), (large.int(), large)]
+    each = [(dst.clone(), src) for dst, src in each]
+
+    def made(dma_bytes: int | None) -> list[tuple]:
+        return [(call.op, len(call.dsts), call.dsts[0].dtype) for call in grouped(each, dma_bytes)]
+
+    in_order = [("foreach", 3, torch.int64), ("foreach", 2, torch.int32), ("foreach", 1, torch.float32)]
+    assert made(None) == in_order  # groups come in the order of their first pair
+    large_or_alone = [("copy_", 1, torch.float32), ("copy_", 1, torch.int64)]
+    converting = ("foreach", 2, torch.int32)  # whatever its size
+    assert made(DEFAULT_DMA_BYTES) == [("foreach", 2, torch.int64), converting, *large_or_alone]
+    assert grouped([]) == [] and grouped_foreach_copy_([], []) is None
+
+
+# ---- a plan -----------------------------------------------------------------------------------------------
+
+NAMES = ["seq_lens", "topk_p", "hidden_states"]
+
+
+def buffers() -> list[Tensor]:
+    return [torch.zeros(8, dtype=torch.int64), torch.zeros(8), torch.zeros(8, 3, dtype=torch.bfloat16)]
+
+
+def plan_of(dsts: list[Tensor], **options) -> CopyPlan:
+    return CopyPlan([dst[:4] for dst in dsts], dtypes(dsts), NAMES, **options)
+
+
+def section_of(dsts: list[Tensor], **options) -> ReplayCopies:
+    return ReplayCopies({name: StaticInput(dst, pad=9) for name, dst in zip(NAMES, dsts)}, **options)
+
+
+class Wrapper(Tensor):
+    """A subclass like DTensor: no memory of its own, and operators only among its like."""
+
+    @staticmethod
+    def __new__(cls, held: Tensor) -> Wrapper:
+        return Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype, device=held.device)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise NotImplementedError(f"mixed with plain tensors: {func}")
+
+
+@pytest.mark.parametrize(
+    ("position", "change", "says"),
+    [
+        (1, lambda src: None, "topk_p: expected a tensor .*got NoneType"),
+        (0, Tensor.tolist, "seq_lens: expected a tensor .*got list"),
+        (0, Tensor.numpy, "seq_lens: expected a tensor .*got ndarray"),
+        (2, lambda src: src[:3], r"hidden_states: expected .*shape \(4, 3\), got \(3, 3\)"),
+        (0, lambda src: src[:1], r"seq_lens: expected .*shape \(4,\), got \(1,\)"),  # copy_ would broadcast
+        (2, lambda src: src.to("meta"), "hidden_states: expected .*cpu, got meta"),
+        (1, Tensor.to_sparse, "topk_p: expected a strided source"),
+        (1, Wrapper, "topk_p: expected a source of class Tensor, got Wrapper"),
+    ],
+)
+def test_a_source_that_does_not_fit_is_named_and_nothing_is_written(position: int, change, says: str):
+    dsts = buffers()
+    plan, section, srcs = plan_of(dsts), section_of(dsts), [torch.ones_like(dst[:4]) for dst in dsts]
+    bad = list(srcs)
+    bad[position] = change(bad[position])
+    uses = [
+        lambda: grouped_foreach_copy_([dst[:4] for dst in dsts], bad, NAMES),
+        lambda: plan(bad),
+        lambda: plan.calls(bad),
+    ]
+    if bad[position] is not None:  # in a section it is a field that does not come
+        uses.append(lambda: section(dict(zip(NAMES, bad)), 4, 8))
+    for _ in ("first use", "planned"):
+        before = snapshot(dsts)
+        for use in uses:
+            with pytest.raises(ValueError, match=says):
+                use()
+        assert same(dsts, before)
+        plan(srcs)
+        section(dict(zip(NAMES, srcs)), 4, 8)
+        assert all(torch.equal(dst[:4], src) for dst, src in zip(dsts, srcs))
+
+
+def test_lists_of_other_lengths_are_refused():
+    dsts = buffers()
+    with pytest.raises(ValueError, match="2 sources"):
+        plan_of(dsts)([dst[:4] for dst in dsts[:2]])
+    with pytest.raises(ValueError):
+        CopyPlan(dsts, [torch.int64])
+    with pytest.raises(ValueError, match="1 names"):
+        CopyPlan(dsts, dtypes(dsts), ["a"])
+
+
+@pytest.mark.parametrize(
+    ("dsts", "constants"),
+    [
+        (lambda b: [b[0], b[0][1:]], []),
+        (lambda b: [b[0][:1].expand(4)], []),
+        (lambda b: b[:1], lambda b: [(b[1], b[1][:2])]),
+        (lambda b: b[:1], lambda b: [(b[0][4:], torch.zeros(4))]),
+    ],
+)
+def test_wrong_destinations_and_constants_are_refused_when_built(dsts, constants):
+    each = buffers()
+    pads = constants(each) if constants else []
+    with pytest.raises(ValueError):
+        CopyPlan(dsts(each), dtypes(dsts(each)), constants=pads)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        lambda b: (
+            b[:1].view(torch.uint8)[:1].view(torch.float4_e2m1fn_x2),
+            torch.zeros(1, dtype=torch.int64),
+        ),
+        lambda b: (b.as_strided((1, 4), (4, 1)), b.as_strided((1, 4), (9, 1))),  # onto itself, torch refuses
+        lambda b: (b.as_strided((2, 2), (1, 1)), torch.zeros(2, 2)),
+        lambda b: (b[:2], torch.zeros(2, 1).expand(2, 2)),
+        lambda b: (b[:3], torch.quantize_per_tensor(torch.zeros(3), 0.1, 0, torch.qint8)),
+        lambda b: (b.view(torch.int32), b),
+    ],
+    ids=["float4", "size-1 strides", "overlaps itself", "shape", "quantized", "onto itself as another dtype"],
+)
+def test_what_torch_refuses_leaves_the_other_pairs_unwritten(bad):
+    """Whatever the order of the groups."""
+    dst, src = bad(torch.zeros(4))
+    for order in (slice(None), slice(None, None, -1)):
+        first = torch.zeros(3, dtype=torch.int32)
+        dsts, srcs = [first, dst][order], [torch.ones_like(first), src][order]
+        with pytest.raises(ValueError, match="pair|[01]: "):
+            grouped_foreach_copy_(dsts, srcs)
+        with pytest.raises(ValueError):
+            CopyPlan(dsts, dtypes(srcs), check="full")(srcs)
+        assert first.eq(0).all()
+
+
+def test_a_full_check_finds_a_source_that_lies_in_a_destination():
+    dsts = buffers()
+    srcs = [dst[4:] for dst in dsts]  # in rows that no destination covers
+    plan_of(dsts, check="full")(srcs)
+    for check in ("full", "step"):
+        plan, section = plan_of(dsts, check=check), section_of(dsts, check=check)
+        srcs[0] = dsts[0][2:6]
+        for use in (lambda: plan(srcs), lambda: section(dict(zip(NAMES, srcs)), 4, 4)):
+            before = snapshot(dsts)
+            if check == "full":
+                with pytest.raises(ValueError, match="seq_lens: .*shares memory"):
+                    use()
+                assert same(dsts, before)
+            else:
+                use()  # not looked at, step by step
+
+
+def test_the_same_destination_twice_is_left_as_by_a_loop():
+    i64, i32, other = (torch.zeros(4, dtype=dtype) for dtype in (torch.int64, torch.int32, torch.int64))
+    srcs = [i64 + 1, i32 + 2, i64 + 3]
+    for order in ([0, 1, 2], [2, 1, 0], [1, 2, 0]):
+        each = [srcs[i] for i in order]
+        plan = CopyPlan([other, i64, i64], dtypes(each))
+        plan(each)
+        assert i64.tolist() == each[2].tolist()
+    assert [len(call.dsts) for call in CopyPlan([i64, i64], [torch.int64] * 2).calls()] == [1]
+    with pytest.raises(ValueError, match="shares memory"):  # a group knows no order
+        grouped_foreach_copy_([i64, i64], srcs[:2])
+    grouped_foreach_copy_([i64, i64], [srcs[0], srcs[0]])
+
+
+@pytest.mark.parametrize(
+    "move",
+    [Tensor.share_memory_, lambda b: b.resize_(1 << 20), lambda b: b.untyped_storage().resize_(1 << 20)],
+)
+def test_a_destination_whose_storage_moves_is_still_written(move):
+    """The ranges of when the plan was built prove nothing then."""
+    buffer = torch.zeros(64)
+    plan = CopyPlan([buffer[:4], buffer[4:8]], [torch.float32] * 2, check="full")
+    move(buffer)
+    buffer[:8] = torch.arange(8.0)
+    plan([torch.full((4,), -1.0), torch.full((4,), -2.0)])
+    assert buffer[:8].tolist() == [-1.0] * 4 + [-2.0] * 4
+    with pytest.raises(ValueError, match="shares memory"):
+        plan([torch.full((4,), -1.0), buffer[:4]])
+
+
+@pytest.mark.parametrize(
+    "copy", [grouped_foreach_copy_, lambda d, s: CopyPlan(d, dtypes(s), check="full")(s)]
+)
+def test_slices_on_meta_are_checked_like_any_others(copy):
+    """Their data_ptr() is an offset, no address."""
+    a, b, c, d = (torch.empty(8, device="meta") for _ in range(4))
+    copy([a[4:], c[4:]], [b[4:], d[4:]])
+    with pytest.raises(ValueError, match="shares memory"):
+        copy([a[4:], a[6:]], [b[4:], d[6:]])
+
+
+def test_autograd_records_nothing_and_inference_mode_is_kept_apart():
+    dst, src = torch.zeros(4), torch.ones(4, requires_grad=True)
+    plan = CopyPlan([dst, dst.int()], [torch.float32] * 2)
+    for copy in (plan, lambda srcs: grouped_foreach_copy_([dst, dst.int()], srcs)):
+        copy([src * 2, src])
+        assert not dst.requires_grad and dst.tolist() == [2.0] * 4
+        assert torch.is_grad_enabled()
+        dst.zero_()
+    with pytest.raises(ValueError, match="grad"):
+        grouped_foreach_copy_([src], [dst])
+    with torch.inference_mode():
+        dst = torch.zeros(4)
+        plan = CopyPlan([dst], [torch.float32])
+        plan([torch.ones(4)])
+        grouped_foreach_copy_([dst], [dst + 1])
+    with pytest.raises(ValueError, match="inference"):
+        grouped_foreach_copy_([dst], [torch.zeros(4)])
+    assert dst.tolist() == [2.0] * 4
+
+
+def test_a_plan_holds_nothing_of_its_steps():
+    """100,000 steps at new addresses, every third not as planned."""
+    plan = CopyPlan([torch.zeros(1), torch.zeros(1, dtype=torch.int64)], [torch.float32, torch.int64])
+    section = ReplayCopies({"positions": StaticInput(torch.zeros(1, dtype=torch.int64), pad=0)})
+    assert all(src.is_meta for call in plan.calls() for src in call.srcs)  # nor memory for what is to come
+    floats, numbers = torch.arange(100_000.0), torch.arange(100_000)
+
+    def steps(first: int, end: int) -> int:
+        for i in range(first, end, 2):
+            plan([floats[i : i + 1], (floats if i % 3 == 0 else numbers)[i : i + 1]])
+            section({"positions": numbers[i + 1 : i + 2]}, 1, 1)
+        gc.collect()
+        return sys.getallocatedblocks()
+
+    before = steps(0, 2_000)
+    assert steps(2_000, 100_000) - before < 500
+
+
+# ---- an engine's section ----------------------------------------------------------------------------------
+
+
+SECTION = {  # name: shape for 8 requests, dtype, and the rest of a StaticInput
+    "seq_lens": ((8,), torch.int64, {"pad": 1}),
+    "out_cache_loc": ((24,), torch.int64, {"rows": 3, "pad": 0}),
+    "topk_p": ((8, 4), torch.float32, {"pad": 0.5}),
+    "mrope_positions": ((3, 16), torch.int64, {"rows": 2, "pad": 7, "dim": 1, "required": False}),
+    "extend_seq_lens": ((8,), torch.int32, {"pad": 5, "required": False, "fill_if_missing": True}),
+    "rids": ((8,), torch.int64, {"required": False}),
+}
+OPTIONAL = [name for name, (_, _, options) in SECTION.items() if not options.get("required", True)]
+
+
+def section() -> dict[str, StaticInput]:
+    fields = {}
+    for name, (shape, dtype, options) in SECTION.items():
+        fields[name] = StaticInput(torch.full(shape, 77, dtype=dtype), **options)
+    return fields
+
+
+def by_hand(field: StaticInput, src: Tensor | None, batch_size: int, padded_to: int) -> None:
+    """What an engine would write: pads first, then the field."""
+    rows = field.buffer.movedim(field.dim, 0)
+    if field.pad is not None:
+        filled_from = 0 if src is None and field.fill_if_missing else batch_size
+        rows[filled_from * field.rows : padded_to * field.rows] = field.pad
+    if src is not None:
+        rows[: batch_size * field.rows] = src.movedim(field.dim, 0)
+
+
+a_step = st.tuples(st.integers(1, 8), st.sampled_from([1, 2, 4, 8]), st.sets(st.sampled_from(OPTIONAL)))
+
+
+@given(
+    st.lists(a_step, min_size=1, max_size=8),
+    st.sampled_from([{}, {"pad_to": "buffer"}, {"pads_stay": True}]),
+    st.integers(0, 1000),
+)
+@properties(150)
+def test_a_section_leaves_what_the_engines_own_lines_leave(steps, options: dict, seed: int):
+    """Ragged batches, padded and not, optional fields coming and going, sources of other dtypes and strides."""
+    ours, theirs = section(), section()
+    copy = ReplayCopies(ours, **options)
+    for step, (batch_size, captured, missing) in enumerate(steps):
+        captured = max(batch_size, captured)
+        padded_to = {"pad_to": 8, "pads_stay": batch_size}.get(next(iter(options), ""), captured)
+        inputs: dict[str, Tensor | None] = {}
+        for i, (name, (shape, dtype, _)) in enumerate(SECTION.items()):
+            field = ours[name]
+            shape = tuple(batch_size * field.rows if d == field.dim else n for d, n in enumerate(shape))
+            layout = ["contiguous", "column", "wider"][(seed + step + i) % 3]
+            given_dtype = torch.int16 if (seed + step + i) % 5 == 0 else dtype
+            inputs[name] = None if name in missing else laid_out(layout, shape, given_dtype, seed + i)
+            by_hand(theirs[name], inputs[name], batch_size, padded_to)
+        copy(inputs, batch_size, captured)
+        for name in SECTION:
+            assert torch.equal(ours[name].buffer, theirs[name].buffer), (name, step)
+
+
+def inputs_of(fields: dict[str, StaticInput], batch_size: int) -> dict[str, Tensor]:
+    return {name: torch.ones_like(field.between(0, batch_size)) for name, field in fields.items()}
+
+
+def test_what_a_section_refuses_is_named_and_nothing_is_written():
+    fields = section()
+    copy, inputs = ReplayCopies(fields), inputs_of(fields, 3)
+    copy(inputs, 3, 4)
+    before = snapshot([field.buffer for field in fields.values()])
+    for change, sizes, says in (
+        ({"seq_lens": None}, (3, 4), "seq_lens: required field is missing"),
+        ({"positions": inputs["seq_lens"]}, (3, 4), "positions: expected .*one of"),
+        ({"rids": [1, 2, 3]}, (3, 4), "rids: expected a tensor"),
+        ({"rids": [1, 2, 3]}, (2, 4), "rids: expected a tensor"),
+        ({}, (2, 4), "expected .*shape"),
+        ({}, (0, 4), "expected 1 to 8 requests, got 0"),
+        ({}, (5, 4), "expected 1 to 8 requests, got 5 of 4"),
+        ({}, (3, 9), "expected 1 to 8 requests, got 3 of 9"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            copy(inputs | change, *sizes)
+    assert same([field.buffer for field in fields.values()], before)
+
+
+def test_a_section_prepares_its_plans_and_keeps_no_more_than_a_thousand():
+    fields = section()
+    fields["seq_lens"] = StaticInput(torch.zeros(8, dtype=torch.int32), pad=1, source_dtype=torch.int64)
+    copy = ReplayCopies(fields)
+    copy.prepare({3: 4, 8: 8})
+    prepared = dict(copy.plans)
+    inputs = inputs_of(fields, 3)
+    copy(inputs | {"seq_lens": torch.ones(3, dtype=torch.int64)}, 3, 4)
+    assert copy.plans == prepared and len(prepared) == 2
+    assert [plan.misses for plan in prepared.values()] == [0, 0]
+    many = ReplayCopies({"rids": StaticInput(torch.zeros(1_100, dtype=torch.int64))})
+    for batch_size in range(1, 1_101):
+        many({"rids": torch.ones(batch_size, dtype=torch.int64)}, batch_size, 1_100)
+    assert len(many.plans) <= 1_024
+
+
+def test_pads_ride_along_in_the_groups():
+    fields = {name: StaticInput(dst, pad=9) for name, dst in zip(NAMES, buffers())}
+    inputs = inputs_of(fields, 5)
+
+    def kinds(**options) -> list[tuple]:
+        made = launches(ReplayCopies(fields, **options).calls(inputs, 5, 8))
+        return [(launch.kind, launch.n_copies, launch.bytes) for launch in made]
+
+    assert kinds() == [("foreach", 2, 64), ("foreach", 2, 32), ("foreach", 2, 48)]
+    assert kinds(pads_stay=True) == [("memcpy", 1, 40), ("memcpy", 1, 20), ("memcpy", 1, 30)]
+
+
+def test_the_file_works_alone_in_an_empty_folder(tmp_path: Path):
+    """With its own few checks, which name the field, too."""
+    shutil.copy(copies.__file__, tmp_path / "copies.py")
+    code = """
+import torch
+from copies import CopyPlan, ReplayCopies, StaticInput, grouped_foreach_copy_
+
+dsts = [torch.zeros(4, dtype=torch.int64), torch.zeros(4)]
+srcs = [torch.ones(4, dtype=torch.int64), torch.ones(4, dtype=torch.int64)]
+for copy in (lambda srcs: grouped_foreach_copy_(dsts, srcs, ["a", "b"]), CopyPlan(dsts, [torch.int64] * 2, ["a", "b"])):
+    copy(srcs)
+    assert all(dst.eq(1).all() for dst in dsts)
+    for bad in (None, [1, 2, 3, 4], srcs[1][:2], srcs[1].to("meta")):
+        try:
+            copy([2 * srcs[0], bad])
+        except ValueError as error:
+            assert str(error).startswith("b: expected"), error
+        else:
+            raise AssertionError(bad)
+        assert dsts[0].eq(1).all()
+    for dst in dsts:
+        dst.zero_()
+section = ReplayCopies({"a": StaticInput(dsts[0], pad=7), "b": StaticInput(dsts[1], required=False)})
+section({"a": srcs[0][:3], "b": None}, 3, 4)
+assert dsts[0].tolist() == [1, 1, 1, 7]
+try:
+    section({"b": srcs[1]}, 4, 4)
+except ValueError as error:
+    assert str(error).startswith("a: required"), error
+print("all right")
+"""
+    command = [sys.executable, "-I", "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r}){code}"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout == "all right\n", done.stderr

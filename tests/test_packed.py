@@ -1,0 +1,166 @@
+"""PackedInputs: pads, the ring of blocks, and everything that is refused."""
+
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lib import packed as packed_module
+from lib.packed import BLOCKS, PackedInputs
+
+FIELDS = {
+    "input_ids": ((8,), torch.int64, 0),
+    "slots": ((8,), torch.int32, -1),
+    "tables": ((8, 3), torch.int32, None),
+    "weights": ((3,), torch.float16, 0.5),
+    "masks": ((5,), torch.bool, True),
+}
+
+
+@given(st.lists(st.integers(0, 8), min_size=1, max_size=6), st.randoms())
+def test_a_step_leaves_what_was_written_and_pads(rows, random):
+    packed = PackedInputs(FIELDS, "cpu")
+    addresses = {name: view.data_ptr() for name, view in packed.device.items()}
+    for n in rows:
+        tokens = [random.randrange(2**62) for _ in range(n)]
+        with packed.step() as host:
+            host["input_ids"][:n] = tokens
+            host["slots"][:n] = n
+            host["tables"][:n, :2] = [n, -n]
+        assert packed.device["input_ids"].tolist() == tokens + [0] * (8 - n)
+        assert packed.device["slots"].tolist() == [n] * n + [-1] * (8 - n)
+        assert packed.device["tables"][:n, :2].tolist() == [[n, -n]] * n
+        assert packed.device["weights"].tolist() == [0.5] * 3
+        assert packed.device["masks"].all()
+    assert addresses == {name: view.data_ptr() for name, view in packed.device.items()}
+
+
+def test_device_views_have_the_dtypes_and_shapes_asked_for_and_lie_in_one_allocation():
+    views = PackedInputs(FIELDS, "cpu").device
+    assert {name: (tuple(view.shape), view.dtype) for name, view in views.items()} == {
+        name: field[:2] for name, field in FIELDS.items()
+    }
+    assert len({view.untyped_storage().data_ptr() for view in views.values()}) == 1
+    assert all(view.storage_offset() * view.element_size() % 16 == 0 for view in views.values())
+
+
+def test_a_block_in_flight_is_never_overwritten_nor_lent(monkeypatch):
+    """With an event whose upload is over only when somebody waits for it, as on a busy GPU."""
+    in_flight, lent = [], {}
+
+    def check():
+        for _, views, sent in in_flight:
+            assert all(np.array_equal(views[name], sent[name]) for name in views)
+            assert not any(np.shares_memory(views[name], lent[name]) for name in lent)
+
+    class LateEvent:
+        def record(self, stream):
+            in_flight.append((self, dict(lent), {name: view.copy() for name, view in lent.items()}))
+            lent.clear()
+
+        def synchronize(self):
+            check()
+            in_flight[:] = [upload for upload in in_flight if upload[0] is not self]
+
+    monkeypatch.setattr(torch.cpu, "Event", LateEvent)
+    packed = PackedInputs(FIELDS, "cpu")
+    for step in range(9):
+        with packed.step() as host:
+            lent.update(host)
+            check()
+            # Nobody waited for the upload of the step just before: that is what a ring is for.
+            assert len(in_flight) == min(step, BLOCKS - 1)
+            for view in host.values():
+                view.fill(step)
+            check()
+
+
+def test_writing_outside_a_step_is_refused():
+    packed = PackedInputs(FIELDS, "cpu")
+    with packed.step() as host:
+        first = host["slots"]
+    with pytest.raises(LookupError, match=r"slots: .*over"):
+        host["slots"]
+    with pytest.raises(ValueError, match="read-only"):
+        first[0] = 1
+    with packed.step() as host:
+        with pytest.raises(LookupError, match="slot: expected one of input_ids, slots"):
+            host["slot"]
+        with pytest.raises(ValueError, match="read-only"):
+            first[0] = 1
+    assert packed.device["slots"].tolist() == [-1] * 8
+
+
+def test_steps_do_not_nest():
+    packed = PackedInputs(FIELDS, "cpu")
+    with pytest.raises(RuntimeError, match="a step is open"), packed.step(), packed.step():
+        pass
+    with packed.step() as host:
+        host["slots"][:] = 7
+    assert packed.device["slots"].tolist() == [7] * 8
+
+
+def test_an_error_inside_a_step_uploads_nothing():
+    packed = PackedInputs(FIELDS, "cpu")
+    with packed.step() as host:
+        host["slots"][:] = 5
+    for _ in range(3):
+        with pytest.raises(ZeroDivisionError), packed.step() as host:
+            host["slots"][:] = 1 // 0
+        assert packed.device["slots"].tolist() == [5] * 8
+    with packed.step() as host:
+        host["slots"][:2] = 6
+    assert packed.device["slots"].tolist() == [6, 6] + [-1] * 6
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        ((4,), torch.bfloat16, 0),
+        ((4,), torch.float8_e4m3fn, 0),
+        ((4,), "int64", 0),
+        ((-4,), torch.int64, 0),
+        ((2.5,), torch.int64, 0),
+        (4, torch.int64, 0),
+        ((4,), torch.int64, 1.5),
+        ((4,), torch.int64, float("nan")),
+        ((4,), torch.uint8, -1),
+        ((4,), torch.int32, 2**40),
+        ((4,), torch.int64, 2**70),
+        ((4,), torch.bool, 2),
+        ((4,), torch.int64, "zero"),
+    ],
+    ids=str,
+)
+def test_a_field_that_cannot_be_is_refused_by_name(field):
+    with pytest.raises(ValueError, match=r"^positions: expected"):
+        PackedInputs({"input_ids": ((4,), torch.int64, 0), "positions": field}, "cpu")
+
+
+def test_the_file_works_alone_in_an_empty_folder(tmp_path):
+    shutil.copy(packed_module.__file__, tmp_path)
+    code = (
+        "import torch, packed\n"
+        "p = packed.PackedInputs({'a': ((3,), torch.int64, 9)}, 'cpu')\n"
+        "with p.step() as host: host['a'][0] = 1\n"
+        "assert p.device['a'].tolist() == [1, 9, 9]"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_cuda_every_step_reaches_its_own_replay():
+    packed = PackedInputs(FIELDS, "cuda")
+    seen = torch.zeros(200, dtype=torch.int64, device="cuda")
+    for step in range(200):
+        torch.cuda._sleep(200_000)  # the host runs ahead
+        with packed.step() as host:
+            host["input_ids"][0] = step
+        seen[step] = packed.device["input_ids"][0]
+    assert seen.tolist() == list(range(200))
