@@ -83,24 +83,23 @@ def blocks(elements: Mapping[str, int]) -> Figure:
 
     elements: of each pair, by name.
     """
-    cut = [(name, n, -(-n // CHUNK)) for name, n in elements.items()]
-    dealt = sum(chunks for _, _, chunks in cut)
-    busy = min(dealt, MULTIPROCESSORS)
-    height = max(26 * len(cut), 130) + 76
-    paper = Canvas(f"One launch for {len(cut)} pairs: {dealt} blocks", height)
+    chunks = {name: -(-n // CHUNK) for name, n in elements.items()}
+    busy = min(sum(chunks.values()), MULTIPROCESSORS)
+    height = max(26 * len(elements), 130) + 76
+    paper = Canvas(f"One launch for {len(elements)} pairs: {sum(chunks.values())} blocks", height)
     paper.say(10, 10, "pairs, cut into chunks of 65,536 elements", ha="left", fontweight="bold")
     paper.say(520, 10, f"{busy} of {MULTIPROCESSORS} multiprocessors work", ha="left", fontweight="bold")
-    for row, (name, n, chunks) in enumerate(cut):
+    for row, (name, n) in enumerate(elements.items()):
         y = 30 + 26 * row
         paper.say(140, y + 10, plain(name, 22), ha="right")
-        for chunk in range(min(chunks, 10)):
+        for chunk in range(min(chunks[name], 10)):
             share = min(n / CHUNK - chunk, 1)
             paper.box(150 + 34 * chunk, y, 3 + 28 * share, 20, FOREACH, edgecolor="white")
-        if chunks > 10:
-            paper.say(496, y + 10, f"… {chunks}")
+        if chunks[name] > 10:
+            paper.say(500, y + 10, "…")
     for place in range(MULTIPROCESSORS):
-        fill = FOREACH if place < busy else "white"
-        paper.box(520 + 16 * (place % 17), 30 + 16 * (place // 17), 13, 13, fill)
+        row, column = divmod(place, 17)
+        paper.box(520 + 16 * column, 30 + 16 * row, 13, 13, FOREACH if place < busy else "white")
     words = "A small pair fills a sliver of its block; a large one gets a block for each 65,536 elements.\n"
     words += "A driver memcpy of the large one alone can use all of the memory's bandwidth."
     paper.say(10, height - 18, words, ha="left", color=SOFT)
@@ -119,25 +118,27 @@ def tree(parents: Sequence[int], tokens: Sequence[str], accepted: Collection[int
     levels = {-1: 0}
     for node, parent in enumerate(parents):
         levels[node] = levels[parent] + 1
-    size = Counter(levels.values())
-    height = 40 * max(size.values()) + 50
+    sizes = Counter(levels.values())
+    height = 40 * max(sizes.values()) + 50
     paper = Canvas("A draft tree: the head proposes, one run of the target keeps a path", height)
     places: dict[int, tuple[float, float]] = {}
+    drawn = Counter()
+    step = 650 / max(len(sizes) - 1, 1)
     for node, level in levels.items():
-        rank = sum(levels[other] == level for other in places)
-        x = 60 + 650 * level / max(len(size) - 1, 1)
-        y = 40 + (height - 50) * (rank + 0.5) / size[level]
+        x = 60 + step * level
+        y = 40 + (height - 50) * (drawn[level] + 0.5) / sizes[level]
+        drawn[level] += 1
         places[node] = (x, y)
         kept = node in accepted or node < 0
         edge = COPY if kept else "#B4BAC6"
         if node >= 0:
             parent_x, parent_y = places[parents[node]]
             paper.arrow(parent_x + 34, parent_y, x - 34, y, edge)
-        words = "last token" if node < 0 else plain(tokens[node], 9)
+        words = plain(tokens[node], 9) if node >= 0 else "last token"
         paper.box(x - 34, y - 13, 68, 26, "#DCEBF5" if kept else "white", words, edgecolor=edge)
-    for level in range(1, len(size)):
-        words = "from draft-extend" if level == 1 else "from the draft graph"
-        paper.say(60 + 650 * level / (len(size) - 1), 14, f"level {level}\n{words}", color=SOFT)
+    for level in range(1, len(sizes)):
+        source = "draft-extend" if level == 1 else "the draft graph"
+        paper.say(60 + step * level, 14, f"level {level}\nfrom {source}", color=SOFT)
     return paper.fig
 
 

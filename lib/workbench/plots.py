@@ -27,13 +27,12 @@ from matplotlib.ticker import LogLocator, MaxNLocator
 from lib.launches import KINDS, Launch
 from lib.workbench.evidence import plain
 from lib.workbench.recordings import launch_kind
+from lib.workbench.step import Range
 from lib.workbench.timing import Timing, quartiles
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
-
-    from lib.workbench.step import Range
 
     Lanes = Mapping[str, pd.DataFrame]
     Line = tuple[Sequence[float], Sequence[float]]
@@ -150,8 +149,8 @@ def _draw_lane(ax: Axes, y: float, table: pd.DataFrame, end: float, hatch: str |
         bar = ax.barh(y, width, 2 * half, row.start_us, color=EVENT_COLOURS[label], zorder=2.5 - half)
         if width > end * 0.006:  # an edge or a hatch would hide a narrow one
             edge = SOFT if row.kind == "wait" else "white"
-            bar[0].set(edgecolor=edge, linewidth=0.8, hatch=None if row.kind == "wait" else hatch)
-        if row.kind in ("graph", "verify", "wait") and width > end * 0.07:
+            bar[0].set(edgecolor=edge, linewidth=0.8, hatch=hatch)
+        if row.kind in ("graph", "wait") and width > end * 0.07:
             box = {"facecolor": "white", "alpha": 0.85, "edgecolor": "none", "pad": 0.8}
             words = "\n".join(plain(line, 24) for line in row.name.split("\n")[:2])
             ax.bar_label(bar, [words], label_type="center", fontsize=7.5, zorder=7, bbox=box)
@@ -160,8 +159,11 @@ def _draw_lane(ax: Axes, y: float, table: pd.DataFrame, end: float, hatch: str |
 
 def event_label(name: str, kind: str) -> str:
     """What a legend calls an event: one of EVENT_COLOURS."""
+    for key in (name.partition("\n")[0], kind):
+        if key in EVENT_LABELS:
+            return EVENT_LABELS[key]
     work = KINDS.get(launch_kind(name, kind))
-    return EVENT_LABELS.get(name) or EVENT_LABELS.get(kind) or (work.label if work else "other work")
+    return work.label if work else "other work"
 
 
 def _legend(fig: Figure, labels: Iterable[str], hatched: bool = False) -> None:
@@ -204,31 +206,6 @@ def launch_counts(
 
 
 @in_style
-def timings(results: Mapping[str, Timing], title: str, work: str, gpu: bool = False) -> Figure:
-    """Every sample, the median and the middle half, one row a way; the axis begins at zero.
-
-    work: what was timed, e.g. "one step's copies". gpu: the samples of the GPU's time instead of the host's.
-    """
-    fig, (ax,) = new_figure(title, 0.95 + 0.45 * len(results))
-    worst = 0.0
-    for row, (name, timing) in enumerate(results.items()):
-        samples = timing.gpu_us if gpu else timing.host_us
-        colour = STRATEGY_COLOURS.get(name, INK)
-        sns.stripplot(x=samples, y=-row, orient="h", native_scale=True, size=2.6, color="#A3AAB8", ax=ax)
-        low, high = quartiles(samples)
-        middle = float(np.median(samples))
-        ax.barh(-row, high - low, 0.4, low, facecolor="none", edgecolor=colour, linewidth=1.6)
-        ax.vlines(middle, -row - 0.26, -row + 0.26, color=colour, linewidth=2.6)
-        ax.text(middle, -row + 0.28, f"{middle:.1f} µs", ha="center", va="bottom", fontweight="bold")
-        worst = max(high, worst)
-    _rows(ax, results)
-    ax.set_ylim(top=0.8)
-    ax.set_xlim(0, worst * 1.35)  # far outliers of a busy machine would squeeze what is compared
-    ax.set_xlabel(f"{'GPU' if gpu else 'host'} time for {work} (µs); box: the middle half of the rounds")
-    return fig
-
-
-@in_style
 def curves(
     lines: Mapping[str, Line],
     title: str,
@@ -259,37 +236,61 @@ def curves(
     return fig
 
 
-def _marks(ax: Axes, marks: Marks | None, rotation: int = 90) -> None:
-    """Thin lines across, with their words along them, or on top."""
+def _marks(ax: Axes, marks: Marks | None) -> None:
+    """Thin lines across, with their words on top."""
     for place, words in (marks or {}).items():
         ax.axvline(place, color=SOFT, linewidth=1, linestyle="--", zorder=1)
-        where = {"ha": "right", "va": "top"} if rotation else {"ha": "center", "va": "bottom"}
-        height = 0.98 if rotation else 1.0
-        at = ax.get_xaxis_transform()
-        ax.text(
-            place, height, plain(words, 60), transform=at, rotation=rotation, fontsize=8, color=SOFT, **where
-        )
+        text = textwrap.fill(plain(words, 60), 16)
+        ax.text(place, 1, text, transform=ax.get_xaxis_transform(), ha="center", va="bottom", fontsize=8)
+
+
+def timings(results: Mapping[str, Timing], title: str, work: str, gpu: bool = False) -> Figure:
+    """Every sample, the median and the middle half, one row a way.
+
+    work: what was timed, e.g. "one step's copies". gpu: the samples of the GPU's time instead of the host's.
+    """
+    samples = {name: timing.gpu_us if gpu else timing.host_us for name, timing in results.items()}
+    middles = {name: Range(float(np.median(times)), *quartiles(times)) for name, times in samples.items()}
+    xlabel = f"{'GPU' if gpu else 'host'} time for {work} (µs): median and middle half of the rounds"
+    return values(middles, title, xlabel, samples=samples)
 
 
 @in_style
 def values(
-    numbers: Mapping[str, float | Range], title: str, xlabel: str, marks: Marks | None = None
+    numbers: Mapping[str, float | Range],
+    title: str,
+    xlabel: str,
+    marks: Marks | None = None,
+    samples: Mapping[str, Sequence[float]] | None = None,
 ) -> Figure:
-    """Numbers, or modelled ones with their ranges, one row each; a range across zero is no claim: hollow."""
-    fig, (ax,) = new_figure(title, 0.95 + 0.3 * len(numbers))
-    for row, value in enumerate(numbers.values()):
-        low = getattr(value, "low", 0)
-        middle = getattr(value, "middle", value)
-        high = getattr(value, "high", value)
-        ax.plot([low, high], [-row, -row], color="#A98BB8", linewidth=2.4)
-        ax.plot(middle, -row, "o", color="#57356D", markerfacecolor="white" if low < 0 < high else "#57356D")
-        text = f"   {value:.3g}" if high == middle else f"   {value}"
-        ax.text(high, -row, text + ": no claim" * (low < 0 < high), va="center")
+    """Numbers, or modelled ones with their ranges, one row each; a range across zero is no claim: hollow.
+
+    samples: what a number is the median of, drawn as dots.
+    """
+    fig, (ax,) = new_figure(title, 0.95 + 0.36 * len(numbers))
+    farthest = 0.0
+    for row, (name, value) in enumerate(numbers.items()):
+        number = value if isinstance(value, Range) else Range(value, min(value, 0), max(value, 0))
+        colour = STRATEGY_COLOURS.get(name, "#57356D")
+        inside = "white" if number.low < 0 < number.high else colour
+        if samples:
+            sns.stripplot(
+                x=samples[name], y=-row, orient="h", native_scale=True, size=2.5, color="#B4BAC6", ax=ax
+            )
+        ax.plot([number.low, number.high], [-row, -row], color=colour, linewidth=2.6, zorder=3)
+        ax.plot(number.middle, -row, "o", color=colour, markerfacecolor=inside, zorder=4)
+        text = str(value) if number is value else f"{value:.3g}"
+        text += ": no claim" * (number.low < 0 < number.high)
+        farthest = max(farthest, number.high)
+        box = {"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 0.5}
+        ax.annotate(
+            text, (number.high, -row), (8, 0), textcoords="offset points", va="center", bbox=box, zorder=5
+        )
     _rows(ax, numbers)
     ax.axvline(0, color=SOFT, linewidth=1)
-    ax.margins(x=0.2)
+    ax.set_xlim(right=farthest * 1.35)  # far outliers of a busy machine would squeeze what is compared
     ax.set_xlabel(xlabel)
-    _marks(ax, marks, 0)
+    _marks(ax, marks)
     return fig
 
 

@@ -24,11 +24,11 @@ from lib.workbench.timing import Timing
 
 RECORDINGS = Path(__file__).resolve().parents[2] / "data" / "recordings"
 FORMAT = 2
-# steps: copy_inputs of both runners, a row a way. replays: replay of both runners; equal: whether the outputs'
-# bits are per_copy's. crossover: a row a way of copying n tensors of `bytes` bytes: by memcpy, foreach or
-# elementwise, and for one tensor in_group and beside_group: in a foreach call with 8 small ones, or by a memcpy
-# after it. In all: host_us, gpu_us, samples; predicted and counted, launches by kind, {"memcpy": 7}; counted is
-# null where the profiler failed.
+# steps: copy_inputs of both runners, a row a way. replays: replay of both; equal: whether the outputs' bits
+# are per_copy's. crossover: a row a way of copying n tensors of `bytes` bytes, by memcpy, foreach or
+# elementwise; for one tensor in_group and beside_group: in a foreach call with 8 small ones, or by a memcpy
+# after it. In all: host_us and gpu_us, samples; predicted and counted, launches by kind, {"memcpy": 7}; counted
+# is null where the profiler failed.
 TABLES = ("steps", "replays", "crossover")
 WORK = {  # "<runtime call> <kind of event>: <name>" of work on a device -> its kind in KINDS
     "GraphLaunch| graph: ": "graph",
@@ -126,11 +126,9 @@ def load(recording: str | Path) -> Recording:
         meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
         if meta["format"] != FORMAT or meta["evidence"] not in ("recorded", "modelled"):
             raise ValueError(f"format {meta['format']}, evidence {meta['evidence']}")
-        for field in ("device", "torch", "date"):
-            if not isinstance(meta[field], str) or not meta[field].strip():
-                raise ValueError(f"{field}: expected a text, got {meta[field]!r}")
-        if not isinstance(meta["skipped"], list):
-            raise ValueError(f"skipped: expected a list, got {meta['skipped']!r}")
+        for field, of_type in {"device": str, "torch": str, "date": str, "skipped": list}.items():
+            if not isinstance(meta[field], of_type) or meta[field] == "":
+                raise ValueError(f"{field}: expected a {of_type.__name__}, got {meta[field]!r}")
         tables = {table: _rows(path / f"{table}.jsonl", meta["evidence"]) for table in TABLES}
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path}: not a recording of format {FORMAT}: {error!r}") from error
@@ -150,8 +148,8 @@ def _rows(path: Path, evidence: str) -> pd.DataFrame:
 def choose(recording: str, device: str) -> Recording | None:
     """The recording that a notebook shows, for its parameter `recording`.
 
-    "auto" is the newest one of `device` in data/recordings/, else the newest of any GPU, nothing modelled; what
-    cannot be read is left out with a warning. "none" is none; anything else as for `load`.
+    "auto" is the newest one of `device` in data/recordings/, else the newest of any GPU, nothing modelled;
+    what cannot be read is left out with a warning. "none" is none; anything else as for `load`.
     """
     if recording == "none":
         return None

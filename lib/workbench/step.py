@@ -55,7 +55,8 @@ class Range:
         return self.low > 0 or self.high < 0
 
     def __str__(self) -> str:
-        return f"{self.middle:.0f} µs ({self.low:.0f} to {self.high:.0f})"
+        digits = 0 if abs(self.middle) >= 10 else 1
+        return f"{self.middle:.{digits}f} µs ({self.low:.{digits}f} to {self.high:.{digits}f})"
 
 
 @dataclass(frozen=True)
@@ -111,21 +112,15 @@ class StepCopies:
     def fields(self) -> pd.DataFrame:
         """What is copied on the device, a row a field."""
         rows = []
-        halves = (self.draft, self.draft_batch), (self.draft_extend, self.draft_extend_batch)
-        for runner, batch in halves:
+        for runner, batch in ((self.draft, self.draft_batch), (self.draft_extend, self.draft_extend_batch)):
             for field in runner.buffers.fields:
                 source = getattr(batch, field.name)
-                if source is None or field.host:
-                    continue
-                dtype = runner.buffers.tensors[field.name].dtype
-                row = {"replay": runner.table.replace("_", "-"), "field": field.name}
-                row |= {
-                    "shape": tuple(source.shape),
-                    "dtype": str(dtype)[6:],
-                    "source": str(source.dtype)[6:],
-                }
-                rows.append(row | {"bytes": source.numel() * dtype.itemsize})
-        return pd.DataFrame(rows)
+                if source is not None and not field.host:
+                    dtype = runner.buffers.tensors[field.name].dtype
+                    dtypes = (str(dtype)[6:], str(source.dtype)[6:])
+                    size = source.numel() * dtype.itemsize
+                    rows.append((runner.table, field.name, tuple(source.shape), *dtypes, size))
+        return pd.DataFrame(rows, columns=["replay", "field", "shape", "dtype", "source", "bytes"])
 
 
 def count_kinds(launches: list[Launch]) -> dict[str, int]:
@@ -176,14 +171,6 @@ def span_us(launches: list[Launch], profile: DeviceProfile) -> float:
     return float((table.start_us + table.dur_us).max())
 
 
-def idle_share(launches: list[Launch], profile: DeviceProfile) -> float:
-    """Modelled share of the time from the first to the last work in which the stream executes nothing."""
-    table = simulate(launches, profile)
-    work = table[table.kind.isin(DEVICE_KINDS)]
-    ends = work.start_us + work.dur_us
-    return float(1 - work.dur_us.sum() / (ends.max() - work.start_us.min()))
-
-
 def graph_times(config: EagleConfig, profile: DeviceProfile, parameters: float = 8.03e9) -> Times:
     """The least time, in us, that the graphs of a step take: reading all their weights once, two bytes each.
 
@@ -213,15 +200,15 @@ def step_lanes(
     """A whole step as lanes. Graphs are cut at `longest_us`, and say how long they are; waits are marked."""
     cut = {name: min(time_us, longest_us) for name, time_us in times.items()}
     table = play(copies, profile, cut, regime)
-    words = {name: f"{name}\n{time_us / 1000:.3g} ms" for name, time_us in times.items()}
-    name, kind = table.name.astype(object), table.kind.astype(object)
+    true = {name: f"{name}\n{time_us / 1000:.3g} ms" for name, time_us in times.items()}
+    name = table.name.astype(object).replace(true)
     waits = (name == MEMCPY) & (table.dur_us > 2 * profile["host_memcpy_us"])
-    kind = kind.mask(waits, "wait").mask(name == "verify", "verify")
-    table = table.assign(name=name.replace(words).mask(waits, "waits for verify"), kind=kind)
+    kind = table.kind.astype(object).mask(waits, "wait")
+    table = table.assign(name=name.mask(waits, "waits for verify"), kind=kind)
     if regime == AHEAD:
-        first_us = table.start_us[table.stream >= 0].min() - profile["gap_us"]
         before = table[table.kind == "graph"].iloc[:1]
-        before = before.assign(name="the step before", start_us=0.0, dur_us=first_us)
+        until_us = table.start_us[table.stream >= 0].min() - profile["gap_us"]
+        before = before.assign(name="the step before", start_us=0.0, dur_us=until_us)
         table = pd.concat([before, table])
     return lanes(table)
 
@@ -234,11 +221,6 @@ def step_us(copies: StepCopies, profile: DeviceProfile, times: Times, regime: st
     table = play(copies, profile, times, regime)
     begin_us = table.start_us[table.kind.isin(DEVICE_KINDS)].min() if regime == AHEAD else 0.0
     return float((table.start_us + table.dur_us).max() - begin_us)
-
-
-def copy_share(copies: StepCopies, profile: DeviceProfile, times: Times, regime: str) -> float:
-    """Modelled share of a step that is neither graph nor verify."""
-    return 1 - sum(times.values()) / step_us(copies, profile, times, regime)
 
 
 def saving(before: StepCopies, after: StepCopies, profile: DeviceProfile, regime: str) -> Range:
