@@ -1,4 +1,4 @@
-"""Small copies of any dtypes in one Triton kernel. One file, torch and Triton only: take it away.
+"""Small copies of any dtypes in one Triton kernel. Torch and Triton (3.4 to 3.7) only: take it away.
 
 `torch._foreach_copy_` takes one dtype pair a launch, and runs as a loop where strides differ. This kernel is
 compiled for a list of dtypes, once for all sizes; it converts, takes strides, and moves dense pairs of one
@@ -135,7 +135,7 @@ def fused_copy_kernel(TYPES: tl.constexpr, BLOCK: tl.constexpr, counts, dims, ds
                 # To nearest even by hand, for the interpreter cuts off.
                 bits = number.to(tl.int32, bitcast=True)
                 odd = bits >> 16 & 1
-                bits = bits + 0x7FFF + odd >> 16
+                bits = (bits + odd + 0x7FFF) >> 16
                 bits = tl.where(number == number, bits, 0x7FC0)
                 number = bits.to(tl.int16).to(to_type, bitcast=True)
             tl.store(to, number.to(to_type), mask=inside)
@@ -178,8 +178,7 @@ def kernel(types: tuple, n_dims: tuple, device: torch.device, target: Any = None
 class FusedLaunch:
     """One launch for up to 32 pairs that `describe` takes; what stays from step to step is kept.
 
-    Sources are those of one step, on `meta` for ones to come. Destinations may move. Raises ValueError for
-    other pairs. Autograd records nothing.
+    Sources are of one step, or on `meta`. Destinations may move. Raises ValueError for other pairs.
     """
 
     def __init__(self, dsts: Sequence[Tensor], srcs: Sequence[Tensor]) -> None:
@@ -212,7 +211,7 @@ class FusedLaunch:
             return False
 
     def __call__(self, srcs: Sequence[Tensor]) -> None:
-        """Launch for sources that fit, which is not checked. Raises ValueError for one without memory."""
+        """Launch, unchecked and unseen by autograd, for sources that fit. ValueError for one without memory."""
         to = tuple(map(Tensor.data_ptr, self.dsts))
         of = tuple(map(Tensor.data_ptr, srcs))
         if 0 in of:
