@@ -23,7 +23,7 @@ from lib.eagle import (
     EagleDraftExtendCudaGraphRunner,
 )
 from lib.eagle.model import DraftModel
-from lib.launches import KINDS, MEMCPY, Launch
+from lib.kinds import KINDS, MEMCPY, Launch
 from lib.profiles import AHEAD, DEVICE_KINDS, WAITS, DeviceProfile, from_profiler, lanes, of_range, simulate
 from lib.workbench.timing import Way
 
