@@ -16,7 +16,7 @@ from lib.launches import launches
 class Sighting(NamedTuple):
     """One destination of a call, on stand-ins, and where the code writes it.
 
-    buffer: the expression that holds its memory, of `shape`; "" for a tensor that the call made.
+    buffer: the expression that holds its memory, of `shape`; "" for a new tensor, or where none was found.
     origin: the source, or what the source was uploaded or converted from. place: tells destinations apart.
     """
 
@@ -99,13 +99,13 @@ def unrelated(sightings: Sequence[Sighting], fields: Collection[Sighting]) -> li
     """Fills of buffers that nothing is copied into, and new tensors that are not copied on."""
     buffers = {one.buffer for one in fields}
     origins = {id(one.origin) for one in fields}
-    calls = []
+    calls = {}
     for one in sightings:
         spare_fill = one.call.op == "fill_" and one.buffer not in buffers
         spare_tensor = not one.buffer and id(one.origin) not in origins
         if spare_fill or spare_tensor:
-            calls.append(one.call)
-    return calls
+            calls[id(one.call)] = one.call
+    return list(calls.values())
 
 
 def replay_copies(fields: Collection[Sighting], pads: Mapping[str, float]) -> list[str]:
