@@ -223,6 +223,11 @@ def step_us(copies: StepCopies, profile: DeviceProfile, times: Times, regime: st
     return float((table.start_us + table.dur_us).max() - begin_us)
 
 
+def copy_share(copies: StepCopies, profile: DeviceProfile, times: Times, regime: str) -> float:
+    """Modelled share of a step in which no graph runs."""
+    return 1 - sum(times.values()) / step_us(copies, profile, times, regime)
+
+
 def saving(before: StepCopies, after: StepCopies, profile: DeviceProfile, regime: str) -> Range:
     """What a step gets shorter by, with its range over all that the profile only assumes."""
     times = dict.fromkeys(GRAPHS, 1000.0)  # of graphs that outlast the host's calls
