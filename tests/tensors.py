@@ -14,10 +14,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-INTEGERS = "bool uint8 int8 int16 int32 int64 uint16 uint32 uint64".split()
-FLOATS = "float16 bfloat16 float32 float64 complex32 complex64 complex128".split()
-FLOAT8S = "float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu".split()
-DTYPES = [getattr(torch, name) for name in INTEGERS + FLOATS + FLOAT8S if hasattr(torch, name)]
+NAMES = (
+    *("bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"),
+    *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
+    *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
+)
+DTYPES = [getattr(torch, name) for name in NAMES if hasattr(torch, name)]
 NEGATABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 SHAPES = [(), (0,), (1,), (3,), (8,), (17,), (2, 3), (4, 1), (1, 5), (5, 0), (2, 3, 4), (1, 2, 1)]
 DST_LAYOUTS = ["contiguous", "offset", "transposed", "wider", "stepped", "column", "conj", "neg"]
@@ -159,7 +161,7 @@ def element_addresses(t: Tensor) -> list[int]:
 
 
 class View(NamedTuple):
-    """A tensor as the addresses of its elements; equal where two tensors are the same elements, seen alike."""
+    """A tensor as the addresses of its elements; equal for the same elements, seen alike."""
 
     addresses: tuple[int, ...]
     dtype: torch.dtype
@@ -219,15 +221,15 @@ def assert_copies_or_refuses(
     """
     memory = storages([*dsts, *srcs])
     before = snapshot(memory)
-    if must_refuse(dsts, srcs):
-        refuses = ValueError
+    must = refuses is not None or must_refuse(dsts, srcs)
+    error = ValueError if refuses is None or must_refuse(dsts, srcs) else refuses
     try:
         copy(dsts, srcs)
-    except refuses or ValueError:
-        assert refuses or may_refuse(dsts, srcs), "refused without need"
+    except error:
+        assert must or may_refuse(dsts, srcs), "refused without need"
         assert same(memory, before), "refused, but something was written"
         return
-    assert refuses is None, f"expected {refuses}, nothing was raised"
+    assert not must, f"expected {error}, nothing was raised"
     settle()
     copied = snapshot(memory)
     restore(memory, before)
