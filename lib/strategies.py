@@ -97,7 +97,8 @@ def small_copy(step: Step) -> list[Call]:
     """SGLang since 0.5.21: one Triton kernel for all small fields where it takes them, else groups."""
     pairs = list(step.small.values())
     if takes_small_copy(pairs):
-        small = [fused_call(pairs)]
+        filled = [(dst, src) for dst, src in pairs if dst.numel() > 0]
+        small = [fused_call(filled)] if filled else []
     else:
         small = grouped(pairs)
     return fills(step) + small + copies(step.large.values())
