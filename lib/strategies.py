@@ -99,7 +99,8 @@ def small_copy(step: Step) -> list[Call]:
     """SGLang since 0.5.21: one Triton kernel for all small fields where it takes them, else groups."""
     pairs = list(step.small.values())
     if takes_small_copy(pairs):
-        return around([fused_call(pairs)], step)
+        filled = [(dst, src) for dst, src in pairs if dst.numel() > 0]
+        return around([fused_call(filled)] if filled else [], step)
     return around(grouped(pairs), step)
 
 
