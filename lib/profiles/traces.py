@@ -25,7 +25,7 @@ import re
 import sqlite3
 import tempfile
 import zlib
-from collections import defaultdict, namedtuple
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from decimal import Decimal, InvalidOperation
 from functools import lru_cache
@@ -92,8 +92,14 @@ CATEGORIES = {
     "kernel": "kernel",
     "graph": "graph",
 }
-MEMCPY = re.compile("(D|H|Device|Host)To(D|H|Device|Host)", re.IGNORECASE)
-MEMCPY_KINDS = {"DD": "memcpy", "HD": "memcpy_htod", "DH": "memcpy_dtoh"}
+DIRECTIONS = {
+    "DtoD": "memcpy",
+    "HtoD": "memcpy_htod",
+    "DtoH": "memcpy_dtoh",
+    "DeviceToDevice": "memcpy",  # on ROCm
+    "HostToDevice": "memcpy_htod",
+    "DeviceToHost": "memcpy_dtoh",
+}
 ROCM_MEMCPY = "__amd_rocclr_copyBuffer"
 # The kernels behind copy_ (Copy.cu; of PyTorch 1.8, too), SGLang's one for all pairs, and this project's own.
 COPY_KERNEL = re.compile(
@@ -119,7 +125,7 @@ NSYS_TABLES = {
     "CUPTI_ACTIVITY_KIND_MEMSET": "memset",
     "CUPTI_ACTIVITY_KIND_GRAPH_TRACE": "graph",
 }
-# The columns that _read_json gives. globalTid and globalPid hold process and thread, 24 bits each; correlations
+# Columns as in _ROW. globalTid and globalPid hold process and thread, 24 bits each; correlations
 # count from 1 in every process; times are in nanoseconds.
 NSYS_QUERY = """
     SELECT '{table_category}', COALESCE({text}, strings.value, 'Memcpy '
@@ -128,7 +134,7 @@ NSYS_QUERY = """
                 ELSE ' (?' END
             || CASE {dstKind} WHEN 0 THEN ' -> Pageable)' WHEN 1 THEN ' -> Pinned)' WHEN 2 THEN ' -> Device)'
                 ELSE ' -> ?)' END, '{table_category}'),
-        [start] || 'e-3', ([end] - [start]) || 'e-3', {task} >> 24 & 0xFFFFFF, {task} & 0xFFFFFF, '', '',
+        '', '', [start] || 'e-3', ([end] - [start]) || 'e-3', {task} >> 24 & 0xFFFFFF, {task} & 0xFFFFFF,
         {deviceId}, {streamId},
         CASE WHEN {correlationId} > 0 THEN ({task} >> 24 & 0xFFFFFF) << 32 | {correlationId} END, {bytes}
     FROM {table} LEFT JOIN (SELECT id, MIN(value) AS value FROM StringIds GROUP BY id) AS strings
@@ -142,42 +148,51 @@ ADVICE = {
     ".zst": "unpack it: zstd -d FILE",
     ".xz": "unpack it: xz -d FILE",
 }
-NO_LIST = 'expected a JSON list, or an object with a list "traceEvents"'
+NO_LIST = 'expected a JSON list, or an object with a list "traceEvents" (rocprofv3 writes neither)'
 
 LARGEST_UNPACKED = 2 << 30  # bytes of text that a gzip file may hold
 LARGEST_LOOSE = 256 << 20  # bytes of text for Python's json, which takes up to 15 times as much memory
 LATEST = 9 * 10**15  # us: the year 2255; in ns it is an int64
+SPAN = 2**42  # us: 50 days, in which a double still tells nanoseconds apart
 _BLOCK = 1 << 14  # events made into arrays at a time
-_SPAN = 2**42  # us: 50 days, in which a double still tells nanoseconds apart
 _UNREADABLE = -(2**63)  # in the place of a number that is there, but cannot be read
-_NAN = Decimal("nan")
 
-# What is read of an event and of its "args": name, type, default.
-_EVENT = [
-    ("ph", str, ""),
-    ("cat", str, ""),
-    ("name", str, ""),
-    ("ts", Decimal, _NAN),  # 1.7e15 us since 1970: a double would round it to 0.25 us
-    ("dur", float, math.nan),
-    ("pid", int | str, -1),
-    ("tid", int | str, -1),
-]
-_TEXTS = ("track", "inputs")  # written by to_chrome_trace
-_NUMBERS = ("device", "stream", "correlation", "bytes")  # -1 where absent
-_ABOUT = ("deviceProperties", "roctracer_version", "table")  # of a document; the last is by to_chrome_trace
-if msgspec is not None:
-    _args = [*((name, str, "") for name in _TEXTS), *((name, int, -1) for name in _NUMBERS)]
-    _Args = msgspec.defstruct("_Args", _args, frozen=True, gc=False)
-    _Event = msgspec.defstruct("_Event", [*_EVENT, ("args", _Args, _Args())], gc=False)
-    _raw = [(name, msgspec.Raw, msgspec.Raw(b"null")) for name in _ABOUT]
-    _Document = msgspec.defstruct("_Document", [("traceEvents", list[msgspec.Raw] | None, None), *_raw])
-    _decode_event, _TEXT = msgspec.json.Decoder(_Event).decode, msgspec.Raw
+if msgspec is not None:  # only the needed fields, typed; an integer that is absent is -1
+
+    class _Args(msgspec.Struct, frozen=True, gc=False):
+        track: str = ""  # this and the next are written by to_chrome_trace
+        inputs: str = ""
+        device: int = -1
+        stream: int = -1
+        correlation: int = -1
+        bytes: int = -1
+
+    class _Event(msgspec.Struct, gc=False):
+        ph: str = ""
+        cat: str = ""
+        name: str = ""
+        ts: Decimal = Decimal("nan")  # 1.7e15 us since 1970: a double would round it to 0.25 us
+        dur: float = math.nan
+        pid: int | str = -1
+        tid: int | str = -1
+        args: _Args = _Args()
+
+    class _Document(msgspec.Struct):
+        traceEvents: list[msgspec.Raw] | None = None
+        deviceProperties: msgspec.Raw = msgspec.Raw(b"null")
+        roctracer_version: msgspec.Raw = msgspec.Raw(b"null")
+        table: msgspec.Raw = msgspec.Raw(b"null")  # by to_chrome_trace
+
+    _decode, _RAW = msgspec.json.Decoder(_Event).decode, msgspec.Raw
     _NOT_TYPED = (msgspec.DecodeError, UnicodeDecodeError, TypeError)
 else:
-    _Args = namedtuple("_Args", [*_TEXTS, *_NUMBERS])
-    _Event = namedtuple("_Event", [*(name for name, *_ in _EVENT), "args"])
-    _decode_event, _TEXT, _NOT_TYPED = None, (), TypeError
-_FIELDS = [*(name for name, *_ in _EVENT[1:]), *(f"args.{name}" for name in _TEXTS + _NUMBERS)]
+    _decode, _RAW, _NOT_TYPED = None, (), TypeError
+_ABOUT = ("deviceProperties", "roctracer_version", "table")
+_NUMBERS = ("device", "stream", "correlation", "bytes")
+_ROW = attrgetter(
+    *("cat", "name", "args.track", "args.inputs", "ts", "dur", "pid", "tid"),
+    *(f"args.{name}" for name in _NUMBERS),
+)
 
 
 def load_trace(path: str | os.PathLike, python: bool = False) -> pd.DataFrame:
@@ -258,38 +273,35 @@ def to_chrome_trace(table: pd.DataFrame, path: str | os.PathLike) -> None:
     path = Path(path)
     if path.resolve() == table.attrs.get("path"):
         raise ValueError(f"{path}: the table was read from this file, and would overwrite it")
-    categories = {kind: category for category, kind in reversed(CATEGORIES.items())} | {
-        "copy_kernel": "kernel"
-    }
-    tracks = list(table["track"].unique())
-    events = [
-        {"ph": "M", "name": "process_name", "pid": number, "args": {"name": track}}
-        for number, track in enumerate(tracks)
-    ]
+    categories = {kind: category for category, kind in reversed(CATEGORIES.items())}
+    categories |= {"copy_kernel": "kernel"}
+    tracks = list(table.track.unique())
+    names = [{"ph": "M", "name": "process_name", "pid": i, "args": {"name": t}} for i, t in enumerate(tracks)]
+    events = []
     for row in table.itertuples():
-        args = {
-            "track": row.track,
-            "inputs": row.inputs,
-            "stream": row.stream,
-            "correlation": row.correlation,
+        args = {name: getattr(row, name) for name in ("track", "inputs", "stream", "correlation")}
+        event = {
+            "ph": "X",
+            "cat": categories.get(row.kind, "gpu_memcpy"),
+            "name": row.name,
+            "pid": tracks.index(row.track),
+            "tid": max(row.thread, row.stream),
+            "ts": round(row.start_us, 3),
+            "dur": round(row.dur_us, 3),
+            "args": args | {"bytes": int(row.bytes)} if row.bytes >= 0 else args,
         }
-        if row.bytes >= 0:
-            args["bytes"] = int(row.bytes)
-        times = {"ts": round(row.start_us, 3), "dur": round(row.dur_us, 3)}
-        lane = {"pid": tracks.index(row.track), "tid": max(row.thread, row.stream)}
-        category = categories.get(row.kind, "gpu_memcpy")
-        events.append({"ph": "X", "cat": category, "name": row.name, **times, **lane, "args": args})
+        events.append(event)
     about = {name: table.attrs.get(name) for name in ("device", "evidence", "rocm", "left_out")}
     part = path.with_name(f"{path.name}.part")
     try:
         with (gzip.open if path.suffix == ".gz" else open)(part, "wt", encoding="utf-8") as file:
-            json.dump({"table": about, "traceEvents": events}, file, allow_nan=False)
+            json.dump({"table": about, "traceEvents": names + events}, file, allow_nan=False)
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
 
 
-# ------------------------------------------------------------------ from a file to columns
+# ------------------------------------------------------------------ from a file to rows
 
 
 def _unpacked(path: Path) -> tuple[bytearray, bool]:
@@ -308,8 +320,8 @@ def _unpacked(path: Path) -> tuple[bytearray, bool]:
     return text, packed
 
 
-def _read_json(text: bytearray) -> tuple[Iterator[list], dict]:
-    """Columns of complete events (_FIELDS), block by block, and what the document says beside (_ABOUT)."""
+def _read_json(text: bytearray) -> tuple[Iterator[list[tuple]], dict]:
+    """Rows of complete events (_ROW), block by block, and what the document says beside (_ABOUT)."""
     if text.startswith(codecs.BOM_UTF8):
         del text[: len(codecs.BOM_UTF8)]
     first = text[: 1 << 16].lstrip()[:1]
@@ -320,13 +332,8 @@ def _read_json(text: bytearray) -> tuple[Iterator[list], dict]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"invalid JSON, or cut short at byte {len(text)}: {error}") from error
     if not isinstance(events, list):
-        other = (
-            ", got what rocprofv3 writes: record with torch.profiler"
-            if b'"rocprofiler-sdk-tool"' in text
-            else ""
-        )
-        raise ValueError(NO_LIST + other)
-    return _blocks(events), about
+        raise ValueError(NO_LIST)
+    return (_rows(events[i : i + _BLOCK]) for i in range(0, len(events), _BLOCK)), about
 
 
 def _document(text: bytearray, is_list: bool) -> tuple[object, dict]:
@@ -339,12 +346,11 @@ def _document(text: bytearray, is_list: bool) -> tuple[object, dict]:
             return document.traceEvents, {name: _parse(getattr(document, name)) for name in _ABOUT}
         except msgspec.ValidationError:
             return None, {}
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except msgspec.DecodeError:
             if len(text) > LARGEST_LOOSE:
                 raise
     document = _parse(text)
-    about = document if isinstance(document, dict) else {"traceEvents": document}
-    return about.pop("traceEvents", None), about
+    return (document, {}) if is_list else (document.get("traceEvents"), document)
 
 
 def _parse(text: bytes | bytearray | msgspec.Raw) -> object:
@@ -353,44 +359,37 @@ def _parse(text: bytes | bytearray | msgspec.Raw) -> object:
     return json.loads(loose, strict=False, parse_float=str, parse_int=str, parse_constant=str)
 
 
-def _blocks(events: list) -> Iterator[list]:
-    for first in range(0, len(events), _BLOCK):
-        block = [event for event in _events(events[first : first + _BLOCK]) if event.ph == "X"]
-        yield [[*map(attrgetter(field), block)] for field in _FIELDS]
-
-
-def _events(texts: list) -> list[_Event]:
-    """Events from their texts, or from the objects that Python's json made of them."""
+def _rows(events: list) -> list[tuple]:
+    """The complete ones of these events, which are texts, or objects that Python's json made of them."""
     try:
-        typed = [*map(_decode_event, texts)]
+        typed = [*map(_decode, events)]
     except _NOT_TYPED:  # one of them has a field of another type
-        return [*map(_loose, texts)]
-    for number, event in enumerate(typed):
-        if event.name in COPY_OPERATORS and b'"Input Dims"' in bytes(texts[number]):
-            typed[number] = _loose(texts[number])
-    return typed
+        return [*filter(None, map(_loose, events))]
+    return [
+        _loose(text) if event.name in COPY_OPERATORS and b'"Input Dims"' in bytes(text) else _ROW(event)
+        for event, text in zip(typed, events)
+        if event.ph == "X"
+    ]
 
 
-def _loose(event: object) -> _Event:
-    """An event whose fields may have any type."""
-    event = _parse(event) if isinstance(event, _TEXT) else event
+def _loose(event: object) -> tuple | None:
+    """The row of an event whose fields may have any type; None for one that is not complete."""
+    event = _parse(event) if isinstance(event, _RAW) else event
     event = event if isinstance(event, dict) else {"ph": "X"}  # counted as one of no category
+    if event.get("ph") != "X":
+        return None
     args = event["args"] if isinstance(event.get("args"), dict) else {}
-    name = str(event.get("name") or "")
-    if name in COPY_OPERATORS and "Input Dims" in args:
-        args |= _written(name, args["Input Dims"], args.get("Input type"))
-    return _Event(
-        event.get("ph"),
-        str(event.get("cat") or ""),
-        name,
-        _decimal(event.get("ts")),
-        _decimal(event.get("dur")),
-        event.get("pid", -1),
-        _integer(event.get("tid")),
-        _Args(
-            *(str(args.get(field) or "") for field in _TEXTS),
-            *(_integer(args.get(field)) for field in _NUMBERS),
-        ),
+    name = event.get("name")
+    if name in COPY_OPERATORS:
+        args |= _written(name, args.get("Input Dims"), args.get("Input type"))
+    texts = (event.get("cat"), name, args.get("track"), args.get("inputs"))
+    times = (_decimal(event.get("ts")), _decimal(event.get("dur")))
+    return (
+        *(str(text or "") for text in texts),
+        *times,
+        str(event.get("pid", -1)),
+        event.get("tid"),
+        *map(args.get, _NUMBERS),
     )
 
 
@@ -405,53 +404,58 @@ def _written(name: str, dims: object, types: object) -> dict[str, int | str]:
         return {}
 
 
-def _read_nsys(path: Path, text: bytes | bytearray) -> tuple[list[list], dict]:
+def _read_nsys(path: Path, text: bytes | bytearray) -> tuple[list[list[tuple]], dict]:
     """What `_read_json` gives, from an Nsight Systems export: the file, or `text` where that was packed."""
-    uri = f"{path.resolve().as_uri()}?mode=ro&immutable=1"
-    with contextlib.closing(sqlite3.connect(uri, uri=True)) as db:
+    with contextlib.closing(
+        sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)
+    ) as db:
         if text:
             db.deserialize(text)
         tables = {name for (name,) in db.execute(REAL_TABLES)}  # a view may never end
-        if "StringIds" not in tables or tables.isdisjoint(NSYS_TABLES):
-            other = "written by rocprofv3; " if any(name.startswith("rocpd") for name in tables) else ""
-            expected = f"{other}expected StringIds and some of {', '.join(NSYS_TABLES)}, got {sorted(tables)}"
-            raise ValueError(f"SQLite, but no Nsight Systems export: {expected}")
+        known = sorted(tables & set(NSYS_TABLES))
+        if "StringIds" not in tables or not known:
+            expected = f"expected StringIds and some of {', '.join(NSYS_TABLES)} (rocpd is rocprofv3's)"
+            raise ValueError(f"SQLite, but no Nsight Systems export: {expected}, got {sorted(tables)}")
         blocks = []
-        for table in sorted(tables.intersection(NSYS_TABLES)):
+        for table in known:
             fields = defaultdict(lambda: "NULL", table_category=NSYS_TABLES[table], table=table)
             fields |= {column: f"[{column}]" for _, column, *_ in db.execute(f"PRAGMA table_info({table})")}
             fields["task"] = f"COALESCE({fields['globalTid']}, {fields['globalPid']})"
             rows = db.execute(NSYS_QUERY.format_map(fields))
             while some := rows.fetchmany(_BLOCK):
-                columns = list(zip(*some))
-                columns[2:4] = [[*map(_decimal, times)] for times in columns[2:4]]
-                blocks.append(columns)
-        gpus = db.execute("SELECT id, name FROM TARGET_INFO_GPU") if "TARGET_INFO_GPU" in tables else ()
-        properties = [{"id": number, "name": name} for number, name in gpus]
-    unknown = sorted(name for name in tables if name.rpartition("_V")[0] in NSYS_TABLES)
-    told = [f"table {name} left out: of a version that is not known here" for name in unknown]
-    return blocks, {"deviceProperties": properties, "table": {"left_out": told}}
+                blocks.append([(*row[:4], *map(_decimal, row[4:6]), *row[6:]) for row in some])
+        about = {"deviceProperties": ()}
+        if "TARGET_INFO_GPU" in tables:
+            gpus = db.execute("SELECT id, name FROM TARGET_INFO_GPU")
+            about["deviceProperties"] = [{"id": number, "name": name} for number, name in gpus]
+    newer = [name for name in sorted(tables) if name.rpartition("_V")[0] in NSYS_TABLES]
+    about["table"] = {
+        "left_out": [f"table {name} left out: of a version that is not known here" for name in newer]
+    }
+    return blocks, about
 
 
-# ------------------------------------------------------------------ from columns to a table
+# ------------------------------------------------------------------ from rows to a table
 
 
 def _decimal(value: object) -> Decimal:
     try:
-        return Decimal(value if isinstance(value, int | str) else str(value))
+        number = Decimal(value if isinstance(value, int) else str(value))
     except InvalidOperation:
-        return _NAN
+        return Decimal("nan")
+    return Decimal("nan") if number.is_snan() else number  # a signalling NaN has no float
+
+
+def _nanoseconds(time: Decimal) -> int:
+    return int(time * 1000) if time.is_finite() and time.copy_abs() < LATEST else _UNREADABLE
 
 
 def _integer(value: object) -> int:
     """-1 for what is absent, _UNREADABLE for what is no integer of 64 bits."""
-    if value is None:
-        return -1
-    number = _NAN if isinstance(value, bool) else _decimal(value)
+    number = _decimal(-1 if value is None else value)
     # the size comes first: int() of 1e999999999 would not end
-    if number.is_finite() and number.copy_abs() < 2**63 and number == int(number):
-        return int(number)
-    return _UNREADABLE
+    fits = number.is_finite() and number.copy_abs() < 2**63 and number == int(number)
+    return int(number) if fits and value is not True else _UNREADABLE
 
 
 def _integers(values: Sequence[object]) -> np.ndarray:
@@ -461,10 +465,6 @@ def _integers(values: Sequence[object]) -> np.ndarray:
         return np.array([*map(_integer, values)], np.int64)
 
 
-def _nanoseconds(time: Decimal) -> int:
-    return int(time * 1000) if time.is_finite() and time.copy_abs() < LATEST else _UNREADABLE
-
-
 @lru_cache(2**12)
 def _text(value: object) -> str:
     """Text without what a terminal would obey, a page would hide or UTF-8 cannot hold."""
@@ -472,19 +472,18 @@ def _text(value: object) -> str:
     return text if text.isprintable() else "".join(c if c.isprintable() else "\ufffd" for c in text)
 
 
-def _label(category: str, name: str, *others: str) -> tuple[str | None, ...]:
+def _label(category: str, name: str, track: str, inputs: str) -> tuple[str | None, ...]:
     """Kind (None for one that is not read) of the events with these texts, and the texts."""
     kind = CATEGORIES.get(category.lower())
-    if kind in ("kernel", "memcpy") and name.startswith(ROCM_MEMCPY):
+    if name.startswith(ROCM_MEMCPY):
         kind = "memcpy"
     elif kind == "memcpy":
-        ends = MEMCPY.search(name)
-        kind = MEMCPY_KINDS.get((ends[1][0] + ends[2][0]).upper() if ends else "", "memcpy_other")
+        kind = next((DIRECTIONS[word] for word in DIRECTIONS if word in name), "memcpy_other")
     elif kind == "kernel" and (COPY_KERNEL.search(name) or name in OUR_KERNELS or is_foreach(name)):
         kind = "copy_kernel"
-    elif kind == "annotation" and (operator := NVTX_OPERATOR.match(name)):
-        kind, name = "host_op", operator[1]
-    return kind, *map(_text, (category, name, *others))
+    elif kind == "annotation" and NVTX_OPERATOR.match(name):
+        kind, name = "host_op", NVTX_OPERATOR.match(name)[1]
+    return kind, _text(category), _text(name), _text(track), _text(inputs)
 
 
 def _tell(told: list[str], n: int, what: str) -> None:
@@ -494,42 +493,37 @@ def _tell(told: list[str], n: int, what: str) -> None:
 
 def _table(path: Path, blocks: Iterable[list], about: dict, python: bool, nsys: bool = False) -> pd.DataFrame:
     """The table of a file's events. What cannot be placed is left out, and said so."""
-    frames, labels = [], {}
-    for category, name, start, duration, process, thread, track, inputs, *numbers in filter(any, blocks):
-        frame = dict(zip(("thread", *_NUMBERS), map(_integers, (thread, *numbers))))
-        frame["start_ns"] = np.array([*map(_nanoseconds, start)], np.int64)
-        frame["dur_us"] = [float(time) if time == time else math.nan for time in duration]
-        frame["process"] = np.array([*map(_text, process)], object)
+    frames, labels, told = [], {}, []
+    for rows in filter(None, blocks):
+        category, name, track, inputs, start, duration, process, *numbers = zip(*rows)
+        frame = pd.DataFrame(dict(zip(("thread", *_NUMBERS), map(_integers, numbers))))
+        frame["start_ns"] = [*map(_nanoseconds, start)]
+        frame["dur_us"] = [*map(float, duration)]
+        frame["process"] = [*map(_text, process)]
         # every text once: its events hold its number
         frame["label"] = [
             labels.setdefault(texts, len(labels)) for texts in zip(category, name, track, inputs)
         ]
-        frames.append(pd.DataFrame(frame))
-    if not labels:
+        frames.append(frame)
+    if not frames:
         raise ValueError("holds no complete event (ph X)")
-    events = pd.concat(frames, ignore_index=True)
-    frames.clear()
-    for column, texts in zip(
-        ("kind", "category", "name", "track", "inputs"), zip(*(_label(*label) for label in labels))
-    ):
-        codes, known = pd.factorize(np.array(texts, object))
-        events[column] = pd.Categorical.from_codes(codes[events["label"]], known)
-    told = []
-    events = _placed(events, python, told)
+    columns = ["kind", "category", "name", "track", "inputs"]
+    texts = pd.DataFrame([_label(*texts) for texts in labels], columns=columns, dtype="category")
+    events = _placed(pd.concat(frames, ignore_index=True).join(texts, on="label"), python, told)
     if events.empty:
         raise ValueError(f"no event could be read: {'; '.join(told)}")
-
-    on_device = events["kind"].isin(DEVICE_KINDS)
-    events["start_us"] = (events["start_ns"] - events["start_ns"].min()) / 1000
+    on_device = events.kind.isin(DEVICE_KINDS)
+    used = set(events.device[on_device].astype(str))
+    events["start_us"] = (events.start_ns - events.start_ns.min()) / 1000
     _join(events, told)
     several = _name_tracks(events, on_device, nsys, told)
-    written = about["table"] if isinstance(about.get("table"), dict) else {}  # by to_chrome_trace
-    hip = events["name"][events["kind"] == "runtime"].str.startswith("hip").any()
+    written = about["table"] if isinstance(about.get("table"), dict) else {}
+    hip = events.name[events.kind == "runtime"].str.startswith("hip").any()
     table = event_table(events)
     table.attrs = {
         "source": path.name,
         "path": path.resolve(),
-        "device": _text(written.get("device") or _gpu_names(about, set(events["device"][on_device]))),
+        "device": _text(written.get("device") or _gpu_names(about.get("deviceProperties"), used)),
         "evidence": "modelled" if written.get("evidence") == "modelled" else "recorded",
         "resolution_us": 0.001 if (table[["start_us", "dur_us"]] % 1).any(axis=None) else 1.0,
         "rocm": bool(hip or about.get("roctracer_version") or written.get("rocm")),
@@ -542,18 +536,19 @@ def _table(path: Path, blocks: Iterable[list], about: dict, python: bool, nsys: 
 
 def _placed(events: pd.DataFrame, python: bool, told: list[str]) -> pd.DataFrame:
     """The events that have a kind, a time and a place."""
-    wanted = events["kind"].notna() & (python | events["kind"].ne("python"))
-    for category, n in events["category"][~wanted].value_counts().items():
+    wanted = events.kind.notna() & (python | events.kind.ne("python"))
+    for category, n in events.category[~wanted].value_counts().items():
         _tell(told, n, f"events of category {category!r} left out")
-    on_device = events["kind"].isin(DEVICE_KINDS)
-    readable = (events["start_ns"] != _UNREADABLE) & np.isfinite(events["dur_us"])
-    far = (events["start_ns"] - events["start_ns"][wanted & readable].median()).abs() > 1000 * _SPAN
+    on_device = events.kind.isin(DEVICE_KINDS)
+    readable = (events.start_ns != _UNREADABLE) & np.isfinite(events.dur_us)
+    middle = events.start_ns[wanted & readable].median()
     checks = {
         "no finite ts and dur": ~readable,
-        "a negative duration": events["dur_us"] < 0,
-        "a time weeks away from the others": far | (events["dur_us"] > _SPAN),
-        "no stream": on_device & (events["stream"] < 0),
-        "no thread": ~on_device & events["thread"].isin((-1, _UNREADABLE)),
+        "a negative duration": events.dur_us < 0,
+        "a time weeks away from the others": (events.start_ns - middle).abs() > 1000 * SPAN,
+        "a duration of weeks": events.dur_us > SPAN,
+        "no stream": on_device & (events.stream < 0),
+        "no thread": ~on_device & events.thread.isin((-1, _UNREADABLE)),
     }
     for why, wrong in checks.items():
         _tell(told, (wanted & wrong).sum(), f"events with {why} left out")
@@ -567,22 +562,18 @@ def _join(events: pd.DataFrame, told: list[str]) -> None:
     nsys 2022.2 nests a call in another of the same correlation: the outer one keeps it.
     """
     for field in ("device", "correlation", "bytes"):
-        _tell(
-            told,
-            (events[field] == _UNREADABLE).sum(),
-            f"events of which {field} is no integer: read as absent",
-        )
-    events["bytes"] = events["bytes"].where(events["bytes"] >= 0)
-    events["correlation"] = events["correlation"].where(events["correlation"] > 0, -1)
-    calls = events[events["kind"].eq("runtime") & (events["correlation"] > 0)]
+        n = (events[field] == _UNREADABLE).sum()
+        _tell(told, n, f"events of which {field} is no integer: read as absent")
+    events["bytes"] = events.bytes.where(events.bytes >= 0)
+    events["correlation"] = events.correlation.where(events.correlation > 0, -1)
+    calls = events.query("kind == 'runtime' and correlation > 0").eval("end = start_us + dur_us")
     calls = calls[calls.duplicated("correlation", keep=False)]
-    calls = calls.assign(end=calls["start_us"] + calls["dur_us"])
     calls = calls.sort_values(["start_us", "end"], ascending=[True, False])
     thread = ["correlation", "process", "thread"]
-    nested = calls.duplicated(thread) & (calls["end"] <= calls.groupby(thread)["end"].transform("first"))
+    nested = calls.duplicated(thread) & (calls.end <= calls.groupby(thread).end.transform("first"))
     events.loc[nested.index[nested], "correlation"] = -1
     calls = calls[~nested]
-    unclear = events["correlation"].isin(calls["correlation"][calls.duplicated("correlation")])
+    unclear = events.correlation.isin(calls.correlation[calls.duplicated("correlation")])
     events.loc[unclear, "correlation"] = -1
     _tell(told, unclear.sum(), "events not joined: several host calls have their correlation")
 
@@ -593,23 +584,23 @@ def _name_tracks(events: pd.DataFrame, on_device: pd.Series, nsys: bool, told: l
     nsys says to which process device work belongs. JSON does not: with several in the file it is that of the
     host call, else the one that all other work on its stream belongs to.
     """
-    events["stream"] = events["stream"].where(on_device, -1)
-    events["thread"] = events["thread"].where(~on_device, -1)
-    if events["track"].ne("").all():
+    events["stream"] = events.stream.where(on_device, -1)
+    events["thread"] = events.thread.where(~on_device, -1)
+    if events.track.ne("").all():
         return False
-    process = events["process"].where(~on_device | (nsys & (events["process"] != "-1")))
+    process = events.process.astype(object).where(~on_device | (nsys & (events.process != "None")))
     several = process.nunique() > 1
     if several:
-        calls = events[events["kind"].eq("runtime") & (events["correlation"] > 0)]
-        process = process.fillna(events["correlation"].map(calls.set_index("correlation")["process"]))
-        owners = process[on_device].groupby([events["device"], events["stream"]])
+        calls = events.query("kind == 'runtime' and correlation > 0").set_index("correlation")
+        process = process.fillna(events.correlation.map(calls.process))
+        owners = process[on_device].groupby([events.device, events.stream])
         process = process.fillna(owners.transform("first").where(owners.transform("nunique") == 1))
         why = "device events of which several processes may be the owner: on tracks of their own"
         _tell(told, process.isna().sum(), why)
     process = process.fillna("") if several else pd.Series("", events.index)
-    several_gpus = events["device"][on_device].nunique() > 1
-    gpu = events["device"].where(on_device & several_gpus, -1)
-    events["track"] = [*map(_track, process, gpu, events["stream"], events["thread"])]
+    several_gpus = events.device[on_device].nunique() > 1
+    gpu = events.device.where(on_device & several_gpus, -1)
+    events["track"] = [*map(_track, process, gpu, events.stream, events.thread)]
     return several
 
 
@@ -620,37 +611,32 @@ def _track(process: str, gpu: int, stream: int, thread: int) -> str:
     return (f"gpu {gpu} " if gpu >= 0 else "") + f"stream {stream}" + (f" of {process}" if process else "")
 
 
-def _gpu_names(about: dict, used: set[int]) -> str:
+def _gpu_names(properties: object, used: set[str]) -> str:
     """Names of the GPUs that were at work. Where ids do not match, on ROCm, the one name that all have."""
-    properties = about.get("deviceProperties")
-    gpus = [gpu for gpu in properties if isinstance(gpu, dict)] if isinstance(properties, list) else []
-    names = {_integer(gpu.get("id")): gpu["name"] for gpu in gpus if isinstance(gpu.get("name"), str)}
-    found = [name for number, name in names.items() if number in used]
-    if used and not found and len({*names.values()}) == 1:
-        found = names.values()
-    return ", ".join(dict.fromkeys(found))
+    try:
+        names = {str(gpu["id"]): str(gpu["name"] or "") for gpu in properties or ()}
+    except (TypeError, LookupError):  # not as Kineto writes them
+        return ""
+    found = {name for number, name in names.items() if number in used}
+    alike = set(names.values()) if used and len(set(names.values())) == 1 else ()
+    return ", ".join(sorted(found or alike))
 
 
 def _check_streams(table: pd.DataFrame, several: bool, told: list[str]) -> None:
     """Cut impossible durations, and say what is odd on the streams."""
-    device = table[table["kind"].isin(DEVICE_KINDS)]
+    device = table[table.kind.isin(DEVICE_KINDS)]
     if device.empty:
         told.append("no GPU event in the file: only the host side can be shown")
-    room = device.groupby("track", observed=True)["start_us"].shift(-1) - device["start_us"]
-    late = device["dur_us"] > room + 1000
+    room = device.groupby("track", observed=True).start_us.shift(-1) - device.start_us
+    late = device.dur_us > room + 1000
+    longest = device.dur_us[late].max() / 1000
     table.loc[late.index[late], "dur_us"] = room[late]
-    why = (
-        f"the longest of {device['dur_us'][late].max() / 1000:.0f} ms: cut there, as a fault of the recorder"
-    )
-    _tell(told, late.sum(), f"device events last 1 ms and more into the next on their stream, {why}")
+    why = f"1 ms and more after the next on their stream began, after up to {longest:.0f} ms: cut there"
+    _tell(told, late.sum(), f"device events end {why}, as faults of the recorder")
+    overlap = ~late & (device.dur_us > room + 2)  # by more than the rounding to whole us explains
     alone = "launched ahead, most likely (programmatic dependent launch)"
     why = "several processes or devices may share its name here" if several else alone
-    overlap = ~late & (device["dur_us"] > room + 2)  # by more than the rounding to whole us explains
     _tell(told, overlap.sum(), f"device events overlap on their stream: {why}; time is counted once")
     if table.attrs["rocm"]:
-        copies = (device["kind"] == "memcpy").sum()
-        _tell(
-            told,
-            copies,
-            "DtoD copies, some of which may come from pinned memory of the host: ROCm calls these so, too",
-        )
+        why = "DtoD copies, some of which may come from pinned host memory: ROCm calls those so, too"
+        _tell(told, (device.kind == "memcpy").sum(), why)
