@@ -131,9 +131,9 @@ def slow_because(dsts: Tensors, srcs: Tensors) -> str | None:
         if dst.device != device or not (src.is_meta or src.device == device):
             return f"pair {i}: from {src.device} to {dst.device}, the first is on {device}"
         if dst.shape != src.shape:
-            return f"pair {i}: shapes {tuple(dst.shape)} and {tuple(src.shape)}"
+            return f"pair {i}: shapes {tuple(dst.shape)}, {tuple(src.shape)}"
         if not same_dense_layout(dst, src):
-            return f"pair {i}: strides {dst.stride()} and {src.stride()}"
+            return f"pair {i}: strides {dst.stride()}, {src.stride()}"
     return None
 
 

@@ -264,7 +264,7 @@ class GraphRunner:
     def inputs(self, batch_size: int) -> Batch:
         """A batch to write in place: views of where the graph's sources lie, padding written behind them.
 
-        Valid until the next call, `place` or `copy_inputs` of another batch. `copy_inputs` of it makes no call
+        Valid until the next such call, or `copy_inputs` of another batch. `copy_inputs` of it makes no call
         but the one of one_allocation.
         """
         return self._views(batch_size, dict.fromkeys(self.buffers.names))
