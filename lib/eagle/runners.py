@@ -338,7 +338,11 @@ class GraphRunner:
             self.capture()
         captured = self.padded_batch_size(batch_size)
         outputs = self.graphs[captured].replay()
-        return type(outputs)(*(t[: t.shape[0] // captured * batch_size] for t in outputs))
+        cut = []
+        for tensor in outputs:
+            rows = len(tensor) // captured * batch_size
+            cut.append(tensor[:rows])
+        return outputs._make(cut)
 
     def replay(self, batch: Batch) -> NamedTuple:
         """Copy the inputs and replay; outputs are valid until the next replay. Raises as `copy_inputs`."""
