@@ -23,6 +23,7 @@ from lib.kinds import KINDS, Kind, Launch
 __all__ = ["KINDS", "Kind", "Launch", "explain", "foreach_launches", "launches"]
 
 Tensors = Sequence[Tensor]
+ONE_KERNEL = {"fill_": "fill", "fused": "fused"}  # operations that are one kernel -> its kind
 
 
 @dataclass(frozen=True)
@@ -57,17 +58,10 @@ def launches(calls: Iterable[Call]) -> list[Launch]:
             made += copy_launches(dsts[0], srcs[0])
         elif op == "foreach":
             made += foreach_launches(dsts, srcs)
-        elif op == "fill_":
-            made += kernel_launches("fill", dsts, "one fill")
-        elif op == "fused":
-            made += kernel_launches("fused", dsts, "one kernel for all dtypes")
+        elif op in ONE_KERNEL and any(dst.numel() for dst in dsts):
+            nbytes = sum(dst.nbytes for dst in dsts)
+            made.append(Launch(ONE_KERNEL[op], len(dsts), nbytes, "one kernel for the call"))
     return made
-
-
-def kernel_launches(kind: str, dsts: Tensors, reason: str) -> list[Launch]:
-    """One kernel, none for zero elements."""
-    nbytes = sum(dst.nbytes for dst in dsts)
-    return [Launch(kind, len(dsts), nbytes, reason)] if nbytes else []
 
 
 def copy_launches(dst: Tensor, src: Tensor) -> list[Launch]:
@@ -131,9 +125,9 @@ def slow_because(dsts: Tensors, srcs: Tensors) -> str | None:
         if dst.device != device or not (src.is_meta or src.device == device):
             return f"pair {i}: from {src.device} to {dst.device}, the first is on {device}"
         if dst.shape != src.shape:
-            return f"pair {i}: shapes {tuple(dst.shape)} and {tuple(src.shape)}"
+            return f"pair {i}: shapes {tuple(dst.shape)}, {tuple(src.shape)}"
         if not same_dense_layout(dst, src):
-            return f"pair {i}: strides {dst.stride()} and {src.stride()}"
+            return f"pair {i}: strides {dst.stride()}, {src.stride()}"
     return None
 
 
@@ -152,13 +146,8 @@ def chunked_launches(dsts: Tensors, limits: ForeachLimits) -> list[Launch]:
     dtype = dsts[0].dtype
     if dtype not in FUSED_DTYPES and dtype.itemsize > 1:
         raise NotImplementedError(f'"foreach_tensor_copy" not implemented for {dtype}')
-    made: list[Launch] = []
+    made: list[tuple[int, int]] = []
     tensors = chunks = elements = 0
-
-    def launch() -> None:
-        reason = f"one kernel for all pairs to {dtype}"
-        made.append(Launch("foreach", tensors, elements * dtype.itemsize, reason))
-
     for dst in dsts:
         left = dst.numel()
         tensors += left > 0
@@ -168,12 +157,12 @@ def chunked_launches(dsts: Tensors, limits: ForeachLimits) -> list[Launch]:
             chunks += 1
             elements += size
             if chunks == limits.chunks or (left == 0 and tensors == limits.tensors):
-                launch()
+                made.append((tensors, elements * dtype.itemsize))
                 tensors = int(left > 0)
                 chunks = elements = 0
     if chunks:
-        launch()
-    return made
+        made.append((tensors, elements * dtype.itemsize))
+    return [Launch("foreach", *sizes, f"one kernel for all pairs to {dtype}") for sizes in made]
 
 
 def obstacles(dst: Tensor, src: Tensor) -> dict[str, str]:
@@ -228,22 +217,17 @@ def explain(calls: Iterable[Call], names: Sequence[str] | None = None) -> list[E
                 launch = made[min(bisect(ends, served), len(made) - 1)]
                 served += 1
             name = names[len(rows)] if names else f"pair {len(rows)}"
-            described = describe(dst), describe(dst if src is None else src)
+            pair = [f"{tuple(t.shape)} {str(t.dtype)[6:]}" for t in (dst, dst if src is None else src)]
             route = launch.kind, launch.n_copies, launch.reason
             better = advice(launch, dst, src, single)
-            rows.append(Explanation(name, *described, dst.nbytes, *route, better))
+            rows.append(Explanation(name, *pair, dst.nbytes, *route, better))
     return rows
-
-
-def describe(tensor: Tensor) -> str:
-    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def group_of(dst: Tensor, src: Tensor) -> tuple | None:
     """What pairs of one foreach call have in common; None for a pair that cannot, or need not, join one."""
-    dtypes = dst.dtype, src.dtype
-    memcpy = dst.nbytes >= DEFAULT_DMA_BYTES and dst.dtype == src.dtype
-    return None if memcpy or not can_fuse(dst, src) else (dst.device, *dtypes)
+    large = dst.nbytes >= DEFAULT_DMA_BYTES and dst.dtype == src.dtype
+    return None if large or not can_fuse(dst, src) else (dst.device, dst.dtype, src.dtype)
 
 
 def advice(launch: Launch, dst: Tensor, src: Tensor | None, single: Counter) -> str:

@@ -264,7 +264,7 @@ class GraphRunner:
     def inputs(self, batch_size: int) -> Batch:
         """A batch to write in place: views of where the graph's sources lie, padding written behind them.
 
-        Valid until the next call, `place` or `copy_inputs` of another batch. `copy_inputs` of it makes no call
+        Valid until the next such call, or `copy_inputs` of another batch. `copy_inputs` of it makes no call
         but the one of one_allocation.
         """
         return self._views(batch_size, dict.fromkeys(self.buffers.names))
@@ -338,7 +338,11 @@ class GraphRunner:
             self.capture()
         captured = self.padded_batch_size(batch_size)
         outputs = self.graphs[captured].replay()
-        return type(outputs)(*(t[: t.shape[0] // captured * batch_size] for t in outputs))
+        cut = []
+        for tensor in outputs:
+            rows = len(tensor) // captured * batch_size
+            cut.append(tensor[:rows])
+        return outputs._make(cut)
 
     def replay(self, batch: Batch) -> NamedTuple:
         """Copy the inputs and replay; outputs are valid until the next replay. Raises as `copy_inputs`."""
