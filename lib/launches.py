@@ -135,7 +135,8 @@ def same_dense_layout(dst: Tensor, src: Tensor) -> bool:
     """Whether a pair lies in memory alike, without gaps or repeats; dimensions of size 1 do not count."""
     expected = 1
     for dst_stride, src_stride, size in sorted(zip(dst.stride(), src.stride(), dst.shape)):
-        if size != 1 and not dst_stride == src_stride == expected:
+        gap = dst_stride != expected and dst.numel() > 0
+        if size != 1 and (gap or dst_stride != src_stride):
             return False
         expected *= size
     return True

@@ -220,8 +220,8 @@ def assert_copies_or_refuses(
 ) -> None:
     """`copy(dsts, srcs)` leaves in memory what a loop of `copy_` does, bit by bit, gaps included.
 
-    Where the pairs must be refused it raises ValueError, where `refuses` is given one of those, and then leaves
-    every byte as it was. Memory is as before afterwards. `settle` evens out what may differ.
+    Where the pairs must be refused it raises ValueError, or one of `refuses` where given, and leaves every byte
+    as it was. Memory is as before afterwards. `settle` evens out what may differ.
     """
     memory = storages([*dsts, *srcs])
     before = snapshot(memory)
@@ -279,14 +279,11 @@ class Watched(TorchDispatchMode):
 
 
 def _fusable(dsts: Sequence[Tensor], srcs: Sequence[Tensor]) -> bool:
-    """One dtype pair, and every pair without gaps, in one order."""
-    for dst, src in zip(dsts, srcs):
-        to, of = ([a - t.data_ptr() for a in element_addresses(t)] for t in (dst, src))
-        dense = sorted(to) == list(range(0, dst.nbytes, dst.element_size()))
-        alike = [a * src.element_size() for a in to] == [a * dst.element_size() for a in of]
-        if not (dense and alike) or (dst.dtype, src.dtype) != (dsts[0].dtype, srcs[0].dtype):
-            return False
-    return True
+    """One dtype pair, strides equal and without gaps: PyTorch's own answer."""
+    strides = [[n for n, size in zip(t.stride(), t.shape) if size != 1] for t in (*dsts, *srcs)]
+    dense = all(map(torch.ops.aten.is_non_overlapping_and_dense, (*dsts, *srcs)))
+    one_type = len({(dst.dtype, src.dtype) for dst, src in zip(dsts, srcs)}) == 1
+    return dense and one_type and strides[: len(dsts)] == strides[len(dsts) :]
 
 
 def run_watched(calls: Sequence[Call], host: Sequence[Tensor] = ()) -> list[Work]:
