@@ -256,7 +256,7 @@ def record(device: Gpu, out: Path, minutes: float = 8.0, quick: bool = False) ->
         for preset, layout, sizes in runs[:few]:
             cases += [(record_runs, table, preset, layout, size) for size in sizes[:few]]
     dtypes = (torch.int16, torch.int64)[: few and 1]  # bfloat16 is moved as int16
-    sizes = BYTES[:: 6 if quick else 1]
+    sizes = BYTES[:: len(BYTES) // 3] if quick else BYTES
     cases += itertools.product([record_crossover], TENSORS[:few], dtypes, sizes)
     for work, *arguments in cases:
         what = " ".join(map(str, [work.__name__.removeprefix("record_"), *arguments]))

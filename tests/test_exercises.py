@@ -1,67 +1,60 @@
-"""Exercises accept the worked solutions and nothing else, and stand in notebook and solution alike."""
+"""Exercises: each has cases and two hints, takes its worked solution, and tells a wrong answer why."""
 
 import json
-from pathlib import Path
+import re
 
 import pytest
-from lib.evidence import exercise
+import yaml
 
-NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
+from lib.workbench.notebook import EXERCISES
+
+NOTEBOOKS = EXERCISES.parent
+TASKS = yaml.safe_load(EXERCISES.read_text(encoding="utf-8"))
 SOLUTIONS = sorted((NOTEBOOKS / "solutions").glob("*.ipynb"))
+ASKED = re.compile(r'lab\.exercise\(\s*"(\d+\.\d+)"')
 
 
 def code_cells(path):
-    cells = json.loads(path.read_text())["cells"]
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     return [cell for cell in cells if cell["cell_type"] == "code"]
-
-
-def exercises(path):
-    return [cell for cell in code_cells(path) if "exercise" in cell["metadata"].get("tags", [])]
 
 
 def source(cell):
     return "".join(cell["source"])
 
 
-def check_of(cell):
-    """What follows the last answer in an exercise cell."""
-    lines = source(cell).splitlines()
-    last = max(i for i, line in enumerate(lines) if line.startswith("answer = "))
-    return "\n".join(lines[last + 1 :]).strip()
+def asked(path):
+    return [number for cell in code_cells(path) for number in ASKED.findall(source(cell))]
 
 
-def test_every_numbered_notebook_has_exercises_with_solutions():
-    numbered = sorted(path.name for path in NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"))
-    assert numbered == [path.name for path in SOLUTIONS]
+def test_every_task_is_asked_in_its_notebook_and_solved_in_its_solution():
+    notebooks = sorted(NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"))
+    assert [path.name for path in notebooks] == [path.name for path in SOLUTIONS]
+    numbers = []
+    for path in notebooks:
+        numbers += asked(path)
+        assert asked(path) == asked(NOTEBOOKS / "solutions" / path.name)
+        assert all(number.split(".")[0] == str(int(path.name[:2])) for number in asked(path))
+    assert sorted(numbers) == sorted(TASKS)
+    for number, task in TASKS.items():
+        assert len(task["hints"]) == 2 and task["cases"], number
 
 
 @pytest.mark.parametrize("solution", SOLUTIONS, ids=lambda path: path.stem)
-def test_solutions_pass_and_wrong_answers_do_not(solution, monkeypatch, capsys):
-    monkeypatch.chdir(NOTEBOOKS / "solutions")
-    open_ones = exercises(NOTEBOOKS / solution.name)
-    solved = exercises(solution)
-    assert 2 <= len(solved) <= 3 and len(open_ones) == len(solved)
+def test_solutions_pass_and_wrong_answers_are_told_why(solution, monkeypatch, capsys):
+    """A solution's cell has `wrong` in its metadata: answers that must not pass, as expressions."""
+    monkeypatch.chdir(NOTEBOOKS)
+    for cell in code_cells(NOTEBOOKS / solution.name):
+        if ASKED.search(source(cell)):
+            assert "answer = ..." in source(cell)
     namespace = {}
     for cell in code_cells(solution):
         exec(source(cell), namespace)
-        if cell not in solved:
+        said = capsys.readouterr().out
+        if not ASKED.search(source(cell)):
             continue
+        assert ": right" in said and "hint" not in said, said
+        ask = source(cell)[source(cell).index("lab.exercise(") :]
         for wrong in cell["metadata"]["wrong"]:
-            attempt = dict(namespace) | {"answer": eval(wrong, namespace)}
-            with pytest.raises(AssertionError, match="not yet"):
-                exec(check_of(cell), attempt)
-    assert capsys.readouterr().out.count(": right") == len(solved)
-    for asked, answered in zip(open_ones, solved):
-        assert check_of(asked) == check_of(answered)
-        assert "answer = ..." in source(asked)
-
-
-def test_an_exercise_lets_a_batch_run_pass_and_hints_otherwise(capsys):
-    exercise("0.0", ..., lambda answer: False, "hint")
-    assert "not answered yet" in capsys.readouterr().out
-    with pytest.raises(AssertionError, match="a hint"):
-        exercise("0.0", 1, lambda answer: answer == 2, "a hint")
-    with pytest.raises(AssertionError, match="a hint"):
-        exercise("0.0", "no number", lambda answer: answer + 1 == 2, "a hint")
-    exercise("0.0", 2, lambda answer: answer == 2, "a hint")
-    assert "right" in capsys.readouterr().out
+            exec(ask, namespace | {"answer": eval(wrong, namespace)})
+            assert ", expected " in capsys.readouterr().out, wrong

@@ -1,4 +1,4 @@
-"""Figures: what they draw, that names and the reader's settings cannot change them, and how they are shown."""
+"""Figures: what they draw, that no name and no setting of the reader changes them, and how they are shown."""
 
 import base64
 import hashlib
@@ -63,12 +63,12 @@ def test_launch_counts_draws_one_block_a_launch_and_writes_the_number():
 
 def test_numbers_stand_beside_what_is_drawn_and_a_range_across_zero_is_no_claim():
     results = {"per_copy": Timing("per_copy", (1.0, 2.0, 9.0)), "x": Timing("x", (4.0, 5.0, 6.0), (7.0,) * 3)}
-    assert texts(plots.timings(results, "t", "one replay")) == ["2.0 µs", "5.0 µs"]
+    assert texts(plots.timings(results, "t", "one replay")) == ["2.0 µs (1.5 to 5.5)", "5.0 µs (4.5 to 5.5)"]
     fig = plots.values(
         {"a": Range(3, 1, 5), "b": Range(3, -1, 5), "c": 2.5}, "t", "µs", marks={4: "reported"}
     )
     shown = [text.strip() for text in texts(fig)]
-    assert shown == ["3 µs (1 to 5)", "3 µs (-1 to 5): no claim", "2.5", "reported"]
+    assert shown == ["3.0 µs (1.0 to 5.0)", "3.0 µs (-1.0 to 5.0): no claim", "2.5", "reported"]
     fig = plots.curves({"per_copy": ([1, 2], [3, 4])}, "t", "bytes", "µs", marks={1.5: "the crossing"})
     assert [text.strip() for text in texts(fig)] == ["per_copy", "the crossing"]
 

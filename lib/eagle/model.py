@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import safetensors.torch
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -344,6 +343,10 @@ def load_trained(
     Raises ValueError where the weights are not those of the checksum beside them, RuntimeError where the
     config's sizes are not theirs.
     """
+    from safetensors.torch import (
+        load,
+    )  # which scripts/record.py does without, on a GPU machine with only torch
+
     path = directory / "tiny.safetensors"
     data = path.read_bytes()
     line = path.with_suffix(".sha256").read_text(encoding="ascii")
@@ -356,7 +359,7 @@ def load_trained(
     target = TargetModel(config)
     head = EagleHead(config)
     models = nn.ModuleDict({"target": target, "head": head})
-    models.load_state_dict(safetensors.torch.load(data))
+    models.load_state_dict(load(data))
     models.to(device, config.dtype).requires_grad_(False).eval()
     return target, head
 

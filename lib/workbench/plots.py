@@ -268,27 +268,26 @@ def values(
     samples: what a number is the median of, drawn as dots.
     """
     fig, (ax,) = new_figure(title, 0.95 + 0.36 * len(numbers))
-    farthest = 0.0
+    lowest = farthest = 0.0
     for row, (name, value) in enumerate(numbers.items()):
-        number = value if isinstance(value, Range) else Range(value, min(value, 0), max(value, 0))
-        colour = STRATEGY_COLOURS.get(name, "#57356D")
-        inside = "white" if number.low < 0 < number.high else colour
+        is_range = isinstance(value, Range)
+        number = value if is_range else Range(value, min(value, 0), max(value, 0))
+        crosses = number.low < 0 < number.high
+        colour = STRATEGY_COLOURS.get(name, INK)
         if samples:
-            sns.stripplot(
-                x=samples[name], y=-row, orient="h", native_scale=True, size=2.5, color="#B4BAC6", ax=ax
-            )
-        ax.plot([number.low, number.high], [-row, -row], color=colour, linewidth=2.6, zorder=3)
-        ax.plot(number.middle, -row, "o", color=colour, markerfacecolor=inside, zorder=4)
-        text = str(value) if number is value else f"{value:.3g}"
-        text += ": no claim" * (number.low < 0 < number.high)
+            dots = {"orient": "h", "native_scale": True, "size": 2.5, "color": "#A3AAB8"}
+            sns.stripplot(x=samples[name], y=-row - 0.25, ax=ax, **dots)
+        ax.plot([number.low, number.high], [-row, -row], color=colour, linewidth=2.6)
+        ax.plot(number.middle, -row, "o", color=colour, markerfacecolor="white" if crosses else colour)
+        text = (str(value) if is_range else f"{value:.3g}") + ": no claim" * crosses
+        ax.annotate(text, (number.high, -row), (8, 0), textcoords="offset points", va="center")
+        lowest = min(lowest, number.low)
         farthest = max(farthest, number.high)
-        box = {"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 0.5}
-        ax.annotate(
-            text, (number.high, -row), (8, 0), textcoords="offset points", va="center", bbox=box, zorder=5
-        )
     _rows(ax, numbers)
     ax.axvline(0, color=SOFT, linewidth=1)
-    ax.set_xlim(right=farthest * 1.35)  # far outliers of a busy machine would squeeze what is compared
+    ax.set_xlim(
+        lowest * 1.1, farthest * 1.35
+    )  # far outliers of a busy machine would squeeze what is compared
     ax.set_xlabel(xlabel)
     _marks(ax, marks)
     return fig

@@ -27,8 +27,8 @@ FORMAT = 2
 # steps: copy_inputs of both runners, a row a way. replays: replay of both; equal: whether the outputs' bits
 # are per_copy's. crossover: a row a way of copying n tensors of `bytes` bytes, by memcpy, foreach or
 # elementwise; for one tensor in_group and beside_group: in a foreach call with 8 small ones, or by a memcpy
-# after it. In all: host_us and gpu_us, samples; predicted and counted, launches by kind, {"memcpy": 7}; counted
-# is null where the profiler failed.
+# after it. In all: host_us and gpu_us, samples; predicted and counted, launches by kind, {"memcpy": 7}; the
+# latter is null where the profiler failed.
 TABLES = ("steps", "replays", "crossover")
 WORK = {  # "<runtime call> <kind of event>: <name>" of work on a device -> its kind in KINDS
     "GraphLaunch| graph: ": "graph",
