@@ -57,11 +57,13 @@ make_with_venv() {
 
 install() {
   say "Installing the packages that environment.yml pins into .venv (once, some minutes)"
-  .venv/bin/python -m pip install -r <(pins) >&2 &&
-    .venv/bin/python -m pip install --no-deps --no-build-isolation --no-index -q -e . >&2 || {
+  .venv/bin/python -m pip install -r <(pins) >&2 || {
     say "error: pip could not install what environment.yml pins; its message is above"
     return 1
   }
+  # What pip install -e . would do, without a build, and right in every locale: the folder above .venv is on the path.
+  .venv/bin/python -c 'import pathlib, sysconfig
+pathlib.Path(sysconfig.get_path("purelib"), "workbench.pth").write_text("../../../..\n")'
   stamp >.venv/workbench-stamp.partial
   mv .venv/workbench-stamp.partial .venv/workbench-stamp
 }
