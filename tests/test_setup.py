@@ -103,9 +103,8 @@ def test_pip_puts_lib_on_the_path_of_another_environment(project):
     subprocess.run([project.parent / "tools" / "python3", "-m", "venv", ".venv"], cwd=project, check=True)
     pip = [".venv/bin/python", "-m", "pip", "install", "--no-index", "--no-build-isolation"]
     subprocess.run([*pip, "--no-deps", "--quiet", "--editable", "."], cwd=project, check=True)
-    assert_finds_lib(
-        project
-    )  # not without UTF-8: there Python does not even start, for the path that pip wrote
+    # In plain C Python does not even start: pip writes the path with its Chinese into a file that Python reads.
+    assert_finds_lib(project, LC_ALL="C.UTF-8")
 
 
 def test_one_that_was_interrupted_is_made_anew(project):
