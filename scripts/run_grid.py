@@ -7,9 +7,9 @@ A grid file names the notebook (relative to the file) and lists the values of it
       batch_size: [1, 4, 16]
       preset: [llama3-8b, deepseek-v3]
 
-Paths count from the file too. table.csv has a row for each point: parameters, published numbers, result, time,
-peak memory and, of a failed point, the error. A point that has its row is not done again, unless the notebook
-changed or --retry-failed is given.
+Paths count from the file too. table.csv has a row for each point: parameters, published numbers, result,
+time, peak memory and, of a failed point, the error. A point that has its row is not done again, unless the
+notebook changed or --retry-failed is given.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -117,15 +118,6 @@ def run_point(notebook: Path, parameters: dict[str, Any], record: Path) -> None:
             write_json(record, {name: value for name, value in result.items() if name != "figures"})
 
 
-def run_on_worker(scripts: str, notebook: Path, parameters: dict[str, Any], record: Path) -> None:
-    """run_point in a Dask worker, which finds this file in the checkout that it shares with us."""
-    if scripts not in sys.path:
-        sys.path.insert(0, scripts)
-    import run_grid
-
-    run_grid.run_point(notebook, parameters, record)
-
-
 def start_worker() -> None:
     """Leave Ctrl-C and a closed terminal to the parent, and end with it."""
     for number in (signal.SIGINT, signal.SIGHUP):
@@ -143,8 +135,11 @@ def run_here(points: list[tuple], jobs: int) -> Iterator[None]:
         except BaseException:  # a stop, or a full disk: the other points need not go on
             import psutil
 
-            for process in psutil.Process().children(recursive=True):
-                process.kill()
+            for worker in multiprocessing.active_children():
+                with suppress(psutil.Error):  # it has ended
+                    for process in psutil.Process(worker.pid).children(recursive=True):
+                        process.kill()
+                worker.kill()
             raise
 
 
@@ -155,7 +150,18 @@ def run_on_cluster(points: list[tuple], address: str) -> Iterator[None]:
     """
     from dask.distributed import Client, KilledWorker
 
-    logging.getLogger("distributed").setLevel(logging.CRITICAL)  # what matters is raised
+    scripts = str(Path(__file__).resolve().parent)
+
+    def run_on_worker(notebook: Path, parameters: dict[str, Any], record: Path) -> None:
+        if (
+            scripts not in sys.path
+        ):  # of the worker, which finds this file in the checkout that it shares with us
+            sys.path.insert(0, scripts)
+        from run_grid import run_point
+
+        run_point(notebook, parameters, record)
+
+    logging.disable()  # what matters is raised; the rest is many lines about the connection
     if ":" not in address.rpartition("/")[2]:
         address += ":8786"
     try:
@@ -163,9 +169,8 @@ def run_on_cluster(points: list[tuple], address: str) -> Iterator[None]:
     except (OSError, ValueError) as error:
         raise OSError(f"--scheduler: {error}") from None
     with client:
-        scripts = str(Path(__file__).resolve().parent)
         of_key = {f"point-{point[-1].stem}": point for point in points}
-        futures = [client.submit(run_on_worker, scripts, *point, key=key) for key, point in of_key.items()]
+        futures = [client.submit(run_on_worker, *point, key=key) for key, point in of_key.items()]
         for future in ended_futures(client, futures, address):
             _, parameters, record = of_key[future.key]
             error = future.exception()
@@ -181,7 +186,7 @@ def run_on_cluster(points: list[tuple], address: str) -> Iterator[None]:
 
 
 def ended_futures(client: Any, futures: list[Any], address: str) -> Iterator[Any]:
-    """Yields Dask's futures as they end; raises OSError when no scheduler or no worker is left to end them."""
+    """Yields Dask's futures as they end; raises OSError when no scheduler or worker is left to end them."""
     from dask.distributed import wait
 
     waiting, seen = set(futures), time.monotonic()  # when there was last a worker

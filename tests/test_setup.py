@@ -103,7 +103,7 @@ def test_pip_puts_lib_on_the_path_of_another_environment(project):
     subprocess.run([project.parent / "tools" / "python3", "-m", "venv", ".venv"], cwd=project, check=True)
     pip = [".venv/bin/python", "-m", "pip", "install", "--no-index", "--no-build-isolation"]
     subprocess.run([*pip, "--no-deps", "--quiet", "--editable", "."], cwd=project, check=True)
-    # In plain C Python does not even start: pip writes the path with its Chinese into a file that Python reads.
+    # In plain C Python would not even start: pip writes the path, Chinese and all, into a file that it reads.
     assert_finds_lib(project, LC_ALL="C.UTF-8")
 
 
