@@ -108,7 +108,7 @@ def _notebook(notebook: dict[str, Any], run: Path) -> str:
         for kind, text in (("html", "read it, executed"), ("ipynb", "as a notebook"))
         if (run / "notebooks" / f"{stem}.{kind}").exists()
     ]
-    heading = f'<h3 id="{escape_html(stem)}">{escape(notebook["title"])}</h3>'
+    heading = f'<h3 id="{escape_html(plain(stem))}">{escape(notebook["title"])}</h3>'
     parts = [f'{heading}<p class="soft">{" · ".join(links)}</p>']
     parts += [_figure(figure, run) for figure in notebook["figures"]]
     tables = [

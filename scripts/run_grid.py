@@ -153,9 +153,7 @@ def run_on_cluster(points: list[tuple], address: str) -> Iterator[None]:
     scripts = str(Path(__file__).resolve().parent)
 
     def run_on_worker(notebook: Path, parameters: dict[str, Any], record: Path) -> None:
-        if (
-            scripts not in sys.path
-        ):  # of the worker, which finds this file in the checkout that it shares with us
+        if scripts not in sys.path:  # the worker shares our checkout, and finds this file in it
             sys.path.insert(0, scripts)
         from run_grid import run_point
 
@@ -171,9 +169,8 @@ def run_on_cluster(points: list[tuple], address: str) -> Iterator[None]:
     with client:
         of_key = {f"point-{point[-1].stem}": point for point in points}
         futures = [client.submit(run_on_worker, *point, key=key) for key, point in of_key.items()]
-        for future in ended_futures(client, futures, address):
-            _, parameters, record = of_key[future.key]
-            error = future.exception()
+        for key, error in ended_points(client, futures, address):
+            _, parameters, record = of_key[key]
             if isinstance(error, KilledWorker):  # several workers in turn died of this point
                 about = {"cell": "worker", "message": f"{type(error).__name__}: {error}"}
                 lost = {"status": "died", "seconds": 0.0, "peak_mb": 0.0, "error": about, "results": []}
@@ -185,16 +182,16 @@ def run_on_cluster(points: list[tuple], address: str) -> Iterator[None]:
             yield
 
 
-def ended_futures(client: Any, futures: list[Any], address: str) -> Iterator[Any]:
-    """Yields Dask's futures as they end; raises OSError when no scheduler or worker is left to end them."""
+def ended_points(client: Any, futures: list[Any], address: str) -> Iterator[tuple[str, Exception | None]]:
+    """Yields a future's key and error when it ends; OSError when nothing is left to end the rest."""
     from dask.distributed import wait
 
     waiting, seen = set(futures), time.monotonic()  # when there was last a worker
     while waiting:
+        ended = set()
         try:
             ended = wait(waiting, timeout=1, return_when="FIRST_COMPLETED").done
-            yield from ended
-            waiting -= ended
+            errors = [(future.key, future.exception()) for future in ended]
         except CancelledError:
             raise OSError(f"{address}: the connection to the scheduler is lost") from None
         except TimeoutError:  # none yet: will there be one?
@@ -206,6 +203,9 @@ def ended_futures(client: Any, futures: list[Any], address: str) -> Iterator[Any
                 seen = time.monotonic()
             elif time.monotonic() > seen + PATIENCE_S:
                 raise OSError(f"{address}: the scheduler has no worker") from None
+        else:
+            yield from errors
+        waiting -= ended
 
 
 def flatten(results: list[dict[str, Any]]) -> dict[str, Any]:
