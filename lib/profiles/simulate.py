@@ -142,7 +142,8 @@ def what_if_grouped(bursts: pd.DataFrame, profile: DeviceProfile, groups: int = 
             "ahead_us": _queued_us(small, profile) - _queued_us(grouped, profile),
         })  # fmt: skip
     columns = ["launches", "saved_us", "saved_low_us", "saved_high_us", "waiting_us", "ahead_us"]
-    table = bursts[["n_copies", "regime", "span_us"]].join(pd.DataFrame(rows, bursts.index, columns))
+    made = pd.DataFrame(rows, bursts.index, columns, float).astype({"launches": int})
+    table = bursts[["n_copies", "regime", "span_us"]].join(made)
     table = table.eval("""
         grouped_us = span_us - saved_us
         grouped_low_us = span_us - saved_high_us
