@@ -172,9 +172,9 @@ class _Document(msgspec.Struct):
     left_out: Any = ()
 
 
-TEXTS = ("cat", "name", "args.track", "args.inputs")
-NUMBERS = ("args.device", "args.stream", "args.correlation", "args.bytes")
-COLUMNS_READ = (*TEXTS, "ts", "dur", "pid", "tid", *NUMBERS)
+FAILURES = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+FIELDS = ("cat", "name", "ts", "dur", "pid", "tid")
+ARGS = ("track", "inputs", "device", "stream", "correlation", "bytes")
 _decode = msgspec.json.Decoder(_Event, strict=False).decode
 NO_EVENT = _Event("X", "of no readable type")
 
@@ -312,7 +312,7 @@ def _unpacked(path: Path) -> tuple[bytearray, bool]:
 
 
 def _read_json(text: bytearray) -> tuple[Iterable[list], _Document]:
-    """COLUMNS_READ of complete events, block by block, and what else the document says."""
+    """FIELDS and ARGS of complete events, block by block, and what else the document says."""
     if text.startswith(b"\xef\xbb\xbf"):  # a byte order mark
         del text[:3]
     first = text[: 1 << 16].lstrip()[:1]
@@ -346,18 +346,23 @@ def _mended(text: bytearray) -> bytes:
 
 
 def _columns(texts: list[msgspec.Raw]) -> list[list]:
-    """The complete ones of these events, as COLUMNS_READ."""
-    events = [event for event in map(_event, texts) if event.ph == "X"]
+    """FIELDS and ARGS of the complete ones of these events."""
+    try:
+        events = [event for event in map(_decode, texts) if event.ph == "X"]
+    except FAILURES:
+        events = [event for event in map(_event, texts) if event.ph == "X"]
+    args = [event.args for event in events]
     for event in events:
         if event.name in (COPY, FOREACH):
             _add_shapes(event.name, event.args)
-    return [[*map(attrgetter(field), events)] for field in COLUMNS_READ]
+    columns = [[*map(attrgetter(field), events)] for field in FIELDS]
+    return columns + [[*map(attrgetter(field), args)] for field in ARGS]
 
 
 def _event(text: msgspec.Raw) -> _Event:
     try:
         return _decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except FAILURES:
         return NO_EVENT
 
 
@@ -390,7 +395,7 @@ def _read_nsys(path: Path, text: bytes | bytearray) -> tuple[list[list], _Docume
             rows = db.execute(NSYS_QUERY.format_map(fields))
             while some := rows.fetchmany(BLOCK):
                 columns = list(zip(*some))
-                columns[4:6] = [[*map(Decimal, times)] for times in columns[4:6]]
+                columns[2:4] = [[*map(Decimal, times)] for times in columns[2:4]]
                 blocks.append(columns)
         if "TARGET_INFO_GPU" in tables:
             gpus = db.execute("SELECT id, name FROM TARGET_INFO_GPU")
@@ -438,8 +443,8 @@ def _table(
 ) -> pd.DataFrame:
     """The table of a file's events. What cannot be placed is left out, and said so."""
     frames, labels = [], {}
-    for category, name, track, inputs, start, duration, process, thread, *numbers in filter(any, blocks):
-        frame = pd.DataFrame(dict(zip(("device", "stream", "correlation", "bytes"), numbers)), dtype="int64")
+    for category, name, start, duration, process, thread, track, inputs, *numbers in filter(any, blocks):
+        frame = pd.DataFrame(dict(zip(ARGS[2:], numbers)), dtype="int64")
         frame["start_ns"] = [*map(_nanoseconds, start)]
         frame["dur_us"] = np.array(duration, float)
         frame["process"] = pd.Series(map(_text, process), dtype=object)
