@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # Ruff over everything, notebooks included, then pytest with the arguments given: ./run_tests.sh -k launches
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")"
+cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")"
+unset PYTHONPATH PYTHONHOME PYTHONOPTIMIZE
+export PYTHONNOUSERSITE=1
 python=$(scripts/setup_environment.sh)
 "$python" -m ruff check .
 "$python" -m ruff format --check .

@@ -48,7 +48,7 @@ class Call(NamedTuple):
     kept: Callable | None = None
 
 
-make_call = partial(tuple.__new__, Call)  # of a tuple, in C
+bind = partial(tuple.__new__, Call)  # a call of its five parts, made in C
 
 
 def run(calls: Iterable[Call]) -> None:
@@ -105,10 +105,7 @@ grouped_dma = partial(grouped, dma_bytes=DEFAULT_DMA_BYTES)
 
 
 def can_fuse(dst: Tensor, src: Tensor) -> bool:
-    """Whether the fused kernel takes the pair; else it would raise or, silently, loop over `copy_`.
-
-    Equal strides without gaps would do (ForeachUtils.h). A source on `meta` stands for one to come.
-    """
+    """Whether the fused kernel takes the pair (ForeachUtils.h). A source on `meta` stands for one to come."""
     if not dst.is_contiguous() or not src.is_contiguous() or is_lazy(dst) or is_lazy(src):
         return False
     return {dst.dtype, src.dtype} <= FUSED_DTYPES and (src.is_meta or src.device == dst.device)
@@ -166,10 +163,7 @@ class CopyPlan:
     def bound(self, srcs: Tensors) -> list[Call]:
         """The planned calls with these sources, unchecked: for a caller who knows them."""
         every = [*srcs, *self.constants]
-        calls = []
-        for op, dsts, kept, picks in self.kept:
-            calls.append(make_call((op, dsts, [every[i] for i in picks], 0, kept)))
-        return calls
+        return [bind((op, dsts, [every[i] for i in picks], 0, kept)) for op, dsts, kept, picks in self.kept]
 
     def _pairs(self, srcs: Tensors) -> list[tuple]:
         every = [*srcs, *self.constants]
@@ -221,9 +215,7 @@ class ReplayCopies:
 
     def calls(self, inputs: Inputs, batch_size: int, captured: int) -> list[Call]:
         given = {name: src for name, src in inputs.items() if src is not None}
-        plan = self.plans.get((batch_size, captured, *given))
-        if plan is None:
-            plan = self._plan(given, batch_size, captured)
+        plan = self.plans.get((batch_size, captured, *given)) or self._plan(given, batch_size, captured)
         return plan.calls(list(given.values()))
 
     def prepare(self, batch_sizes: Mapping[int, int]) -> None:
@@ -238,13 +230,12 @@ class ReplayCopies:
                 raise ValueError(f"{name}: expected a tensor for one of {list(self.fields)}, got {type(src)}")
         pads = []
         for name, field in self.fields.items():
-            missing = name not in given
-            if field.required and missing:
+            if field.required and name not in given:
                 raise ValueError(f"{name}: required field is missing")
             capacity = field.buffer.shape[field.dim] // field.rows
             if not 0 < batch_size <= captured <= capacity:
                 raise ValueError(f"{name}: expected 1 to {capacity} requests, got {batch_size} of {captured}")
-            first = 0 if missing and field.fill_if_missing else batch_size
+            first = 0 if field.fill_if_missing and name not in given else batch_size
             end = capacity if self.pad_to == "buffer" else captured
             rows = field.between(first, batch_size if self.pads_stay else end)
             if field.pad is not None:

@@ -22,8 +22,16 @@ from lib.strategies import ROUTES, Pair, Step, copies, fills, fused_call, small_
 
 CSV = Path(__file__).parents[1] / "data" / "engines.csv"
 MAX_BATCH_SIZE = 64  # the largest that is captured
-# What words in the file stand for: top-k, steps, tokens a request; widths; pages of a table, and in use.
-SIZES = {"k": 4, "s": 3, "w": 4, "hidden": 4096, "vocab": 32_000, "dsa": 64, "blocks": 64, "used": 16}
+SIZES = {  # what words in the file stand for
+    "k": 4,  # of top-k
+    "s": 3,  # speculative steps
+    "w": 4,  # tokens a request
+    "hidden": 4096,
+    "vocab": 32_000,
+    "dsa": 64,
+    "blocks": 64,  # pages of a table
+    "used": 16,  # of them, in a step
+}
 
 
 def size(text: str) -> int:
@@ -32,31 +40,19 @@ def size(text: str) -> int:
     return prod(map(int, factors))
 
 
-def staged(pairs: Sequence[Pair]) -> list[Call]:
-    """Uploads into new tensors, and copies of those."""
-    made = []
-    for dst, src in pairs:
-        uploaded = torch.empty_like(src, device="meta")
-        made += copies([(uploaded, src), (dst, uploaded)])
-    return made
-
-
-def one_kernel(pairs: Sequence[Pair]) -> list[Call]:
-    return [fused_call(pairs)]
-
-
-def small_copy_or_groups(pairs: Sequence[Pair]) -> list[Call]:
-    return small_copy(Step(dict(enumerate(pairs))))
-
-
-WAYS = {
+WAYS = ROUTES | {
     "copy_": copies,
     "upload": copies,
-    "upload, copy_": staged,
     "foreach": grouped,
-    "small_copy": small_copy_or_groups,
-    "kernel": one_kernel,
-    "second kernel": one_kernel,
+    "small_copy": lambda pairs: small_copy(Step(dict(enumerate(pairs)))),
+    "kernel": lambda pairs: [fused_call(pairs)],
+    "second kernel": lambda pairs: [fused_call(pairs)],
+}
+TABLE = {  # way -> route of `Engine.calls`
+    "today": "",
+    "ReplayCopies": "copy_plan",
+    "fused": "fused",
+    "PackedInputs": "packed",
 }
 
 
@@ -98,17 +94,20 @@ class Field:
     def fills(self, requests: int, captured: int) -> list[tuple]:
         """What the engine fills, and with what, for requests in a graph for `captured` of them."""
         when, _, what = self.pad_writes.partition(", ")
-        if when == "every step" or (when == "padded" and requests < captured):
-            tail = self.static().between(requests, captured)
-            return [(tail if what == "tail" else self.buffer, self.pad)]
-        return []
+        if when != "every step" and not (when == "padded" and requests < captured):
+            return []
+        rows = self.buffer
+        if what == "tail":
+            rows = self.static().between(requests, captured)
+        return [(rows, self.pad)]
 
     def pads(self, requests: int, captured: int) -> list[Pair]:
         """The rows of padding, to be copied along; none where they come from the host."""
         if self.pad is None or self.way in ("fill", "upload") or requests == captured:
             return []
         rows = self.static().between(requests, captured)
-        return [(rows, torch.full_like(rows, self.pad, dtype=self.src_dtype))]
+        constant = torch.full_like(rows, self.pad, dtype=self.src_dtype)
+        return [(rows, constant)]
 
 
 class Engine:
@@ -122,14 +121,10 @@ class Engine:
                 field.buffer = self.fields[field.same_as].buffer
         self.comes_padded = any(row["pad_writes"] == "batch" for row in rows)
 
-    def requests(self, batch_size: int, captured: int) -> int:
-        """A batch that dummy requests pad is copied as if it were of the captured size."""
-        return captured if self.comes_padded else batch_size
-
     def step(self, batch_size: int, captured: int) -> Step:
         """What its buffers need for a batch in a graph captured for `captured` requests."""
         step = Step()
-        requests = self.requests(batch_size, captured)
+        requests = captured if self.comes_padded else batch_size
         for name, field in self.fields.items():
             step.fills += field.fills(requests, captured)
             step.pads += field.pads(requests, captured)
@@ -139,18 +134,6 @@ class Engine:
                 kind[name] = (dst, src)
         return step
 
-    def calls(self, batch_size: int, captured: int) -> list[Call]:
-        """As the engine makes them today."""
-        step = self.step(batch_size, captured)
-        made = fills(step)
-        together = defaultdict(list)
-        for name, pair in (step.small | step.large).items():
-            way = self.fields[name].way
-            together[way].append(pair)
-        for way, pairs in together.items():
-            made += WAYS[way](pairs)
-        return made
-
     def static_inputs(self) -> dict[str, StaticInput]:
         """For `ReplayCopies`: each buffer once, but those that are filled or uploaded into."""
         inputs = {}
@@ -159,37 +142,36 @@ class Engine:
                 inputs[name] = field.static()
         return inputs
 
-    def calls_with(self, route: str, batch_size: int, captured: int, packed: bool = False) -> list[Call]:
-        """With `ReplayCopies` by a route of ROUTES; packed: and what the host has in one upload."""
-        requests = self.requests(batch_size, captured)
-        made, pairs, nbytes = [], [], 0
+    def calls(self, batch_size: int, captured: int, route: str = "") -> list[Call]:
+        """As made today; by `ReplayCopies` with a route of ROUTES; "packed": the host's in one upload."""
+        requests = captured if self.comes_padded else batch_size
+        device_route = "copy_plan" if route == "packed" else route
+        made, packed_bytes = [], 0
+        together = defaultdict(list)
         for field in self.fields.values():
             dst, src = field.pair(requests)
-            if field.way == "fill":
-                made += [Call("fill_", [dst], value=field.pad)]
-            elif packed and src.device != dst.device:
-                nbytes += field.buffer.nbytes
-            elif field.way == "upload":
-                made += copies([(dst, src)])
-            elif field.way == "upload, copy_":
-                upload, copy = staged([(dst, src)])
-                made.append(upload)
-                pairs += [(dst, copy.srcs[0]), *field.pads(requests, captured)]
-            elif not field.same_as:
-                pairs += [(dst, src), *field.pads(requests, captured)]
-        if nbytes:
-            block = torch.empty(nbytes, dtype=torch.uint8)
+            if field.way == "fill" or not route:
+                made += fills(Step(fills=field.fills(requests, captured)))
+            if field.way == "fill" or (route and field.same_as):
+                continue
+            if route == "packed" and src.device != dst.device:
+                packed_bytes += field.buffer.nbytes
+                continue
+            way = field.way
+            if way == "upload, copy_":
+                uploaded = torch.empty_like(src, device="meta")
+                made += copies([(uploaded, src)])
+                way, src = "copy_", uploaded
+            if route and way != "upload":
+                way = device_route
+                together[way] += field.pads(requests, captured)
+            together[way].append((dst, src))
+        for way, pairs in together.items():
+            made += WAYS[way](pairs)
+        if packed_bytes:
+            block = torch.empty(packed_bytes, dtype=torch.uint8)
             made += copies([(block.to("meta"), block)])
-        return made + ROUTES[route](pairs)
-
-    def ways(self, batch_size: int, captured: int) -> dict[str, list[Call]]:
-        """The calls of a step by what makes them."""
-        return {
-            "today": self.calls(batch_size, captured),
-            "ReplayCopies": self.calls_with("copy_plan", batch_size, captured),
-            "fused": self.calls_with("fused", batch_size, captured),
-            "PackedInputs": self.calls_with("copy_plan", batch_size, captured, packed=True),
-        }
+        return made
 
 
 def engines() -> dict[str, Engine]:
@@ -206,9 +188,15 @@ def table(batch_size: int = 13, captured: int = 16) -> pd.DataFrame:
     rows = []
     for name, engine in engines().items():
         for requests in (captured, batch_size):
-            for way, calls in engine.ways(requests, captured).items():
-                kinds = Counter(launch.kind for launch in launches(calls))
-                row = {"engine": name, "way": way, "padded": requests < captured}
-                row["launches"] = kinds.total()
+            for way, route in TABLE.items():
+                calls = engine.calls(requests, captured, route)
+                made = launches(calls)
+                row = {
+                    "engine": name,
+                    "way": way,
+                    "padded": requests < captured,
+                    "launches": len(made),
+                }
+                kinds = Counter(launch.kind for launch in made)
                 rows.append(row | kinds)
     return pd.DataFrame(rows).fillna(0)

@@ -1,4 +1,4 @@
-"""Small copies of any dtypes in one Triton kernel. One file, torch and Triton only: take it away.
+"""Small copies of any dtypes in one Triton kernel. Torch and Triton (3.4 to 3.7) only: take it away.
 
 `torch._foreach_copy_` takes one dtype pair a launch, and runs as a loop where strides differ. This kernel is
 compiled for a list of dtypes, once for all sizes; it converts, takes strides, and moves dense pairs of one
@@ -31,7 +31,7 @@ _TYPES = {getattr(torch, name): name for name in _INTEGERS} | {
     torch.float32: "fp32",
     torch.float64: "fp64",
 }
-_VIA = {torch.bool: "int1", torch.float16: "fp32", torch.bfloat16: "fp32"}  # as PyTorch converts to these
+_VIA = {"fp16": "fp32", "bf16": "fp32"}  # PyTorch converts to halves by way of float32
 _signature = attrgetter("shape", "dtype", "device")
 
 
@@ -48,7 +48,7 @@ def describe(dst: Tensor, src: Tensor) -> Description | None:
     """Describe a pair of one shape for the kernel; None for what stays with `copy_`.
 
     That is: empty pairs and those of 2 GiB; partners on two devices; strides in more than four dimensions; a
-    conj or neg bit; no memory of its own; conversions from and to complex and fp8, and of a float to bool or
+    conj or neg bit; no memory of its own; conversions to bool, from and to complex and fp8, and of a float to
     an integer, whose result C++ or the device is free to choose. A source on `meta` stands for one of its
     dtype and strides.
     """
@@ -72,10 +72,10 @@ def _types(dst: torch.dtype, src: torch.dtype) -> tuple | None:
         return (same, same, same) if dst.itemsize <= 8 else None
     if dst not in _TYPES or src not in _TYPES:
         return None
-    to = _TYPES[dst]
-    if src.is_floating_point and to in _INTEGERS:
+    if not torch.can_cast(src, dst):
         return None
-    return to, _VIA.get(dst, to), _TYPES[src]
+    to = _TYPES[dst]
+    return to, _VIA.get(to, to), _TYPES[src]
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -135,7 +135,7 @@ def fused_copy_kernel(TYPES: tl.constexpr, BLOCK: tl.constexpr, counts, dims, ds
                 # To nearest even by hand, for the interpreter cuts off.
                 bits = number.to(tl.int32, bitcast=True)
                 odd = bits >> 16 & 1
-                bits = bits + 0x7FFF + odd >> 16
+                bits = (bits + odd + 0x7FFF) >> 16
                 bits = tl.where(number == number, bits, 0x7FC0)
                 number = bits.to(tl.int16).to(to_type, bitcast=True)
             tl.store(to, number.to(to_type), mask=inside)
@@ -178,8 +178,7 @@ def kernel(types: tuple, n_dims: tuple, device: torch.device, target: Any = None
 class FusedLaunch:
     """One launch for up to 32 pairs that `describe` takes; what stays from step to step is kept.
 
-    Sources are those of one step, on `meta` for ones to come. Destinations may move. Raises ValueError for
-    other pairs. Autograd records nothing.
+    Sources are of one step, or on `meta`. Destinations may move. Raises ValueError for other pairs.
     """
 
     def __init__(self, dsts: Sequence[Tensor], srcs: Sequence[Tensor]) -> None:
@@ -212,7 +211,7 @@ class FusedLaunch:
             return False
 
     def __call__(self, srcs: Sequence[Tensor]) -> None:
-        """Launch for sources that fit, which is not checked. Raises ValueError for one without memory."""
+        """Launch for sources that fit; that is not checked. Raises ValueError for one without memory."""
         to = tuple(map(Tensor.data_ptr, self.dsts))
         of = tuple(map(Tensor.data_ptr, srcs))
         if 0 in of:

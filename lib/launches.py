@@ -2,100 +2,28 @@
 
 The rules are PyTorch's (aten/src/ATen/native/cuda/Copy.cu, ForeachBinaryOpList.cu, MultiTensorApply.cuh,
 ForeachUtils.h), for CUDA builds of torch 2.6 and later. Tensors on the CPU count as device memory, unless the
-partner lies elsewhere: then the copy comes from the host, or goes there.
+partner lies elsewhere: then the copy comes from the host, or goes there. A source on `meta` stands for one to
+come, on its destination's device. To add a kind of launch: a row in lib/kinds.py, a branch in `launches`.
 """
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, zip_longest
 
 import torch
 from torch import Tensor
 
 from lib.copies import DEFAULT_DMA_BYTES, FUSED_DTYPES, Call, can_fuse, place
+from lib.kinds import KINDS, Kind, Launch
 
-MEMCPY, KERNEL, GRAPH = "cudaMemcpyAsync", "cudaLaunchKernel", "cudaGraphLaunch"
-CALL_FIGURES = {MEMCPY: "host_memcpy_us", KERNEL: "host_launch_us", GRAPH: "host_graph_us"}
+__all__ = ["KINDS", "Kind", "Launch", "explain", "foreach_launches", "launches"]
 
-
-@dataclass(frozen=True)
-class Kind:
-    """A kind of launch: how plots show it, how a trace does, and its figures in the device model.
-
-    runtime: the CUDA call. work, event: name and kind of what runs on the device, as the trace reader sorts it.
-    op, host: the operator around the call, and the figure of its time. figures: how the work's figures begin.
-    """
-
-    label: str
-    colour: str  # of Okabe and Ito's, which colour-blind readers can tell apart
-    runtime: str
-    work: str
-    event: str
-    op: str
-    host: str
-    figures: str = ""
-
-    @property
-    def call(self) -> str:
-        """The figure of the runtime call's time."""
-        return CALL_FIGURES[self.runtime]
-
-    @property
-    def floor(self) -> str:
-        """The figure of the work's time over few bytes; "" for a graph."""
-        return self.figures and f"{self.figures}_floor_us"
-
-    @property
-    def rate(self) -> str:
-        """The figure of its bytes a second beyond; "" for a graph."""
-        return self.figures and f"{self.figures}_gb_per_s"
-
-
-COPY = "aten::copy_", "host_copy_us"
-FOREACH = "aten::_foreach_copy_", "host_foreach_us"
-FUSED_KERNEL = "multi_tensor_apply_kernel<Copy<>>"
-KINDS = {
-    "memcpy": Kind("driver memcpy", "#0072B2", MEMCPY, "Memcpy DtoD", "memcpy", *COPY, "memcpy"),
-    "htod": Kind("memcpy from the host", "#56B4E9", MEMCPY, "Memcpy HtoD", "memcpy_htod", *COPY, "htod"),
-    "dtoh": Kind("memcpy to the host", "#882255", MEMCPY, "Memcpy DtoH", "memcpy_dtoh", *COPY, "htod"),
-    "elementwise": Kind(
-        "elementwise kernel",
-        "#D55E00",
-        KERNEL,
-        "direct_copy_kernel_cuda",
-        "copy_kernel",
-        *COPY,
-        "elementwise",
-    ),
-    "foreach": Kind("foreach kernel", "#E69F00", KERNEL, FUSED_KERNEL, "copy_kernel", *FOREACH, "foreach"),
-    "fused": Kind(
-        "one Triton kernel",
-        "#CC79A7",
-        KERNEL,
-        "fused_copy_kernel",
-        "copy_kernel",
-        "",
-        "host_triton_us",
-        "fused",
-    ),
-    "fill": Kind("fill", "#F0E442", KERNEL, "FillFunctor", "kernel", "aten::fill_", "host_fill_us", "fill"),
-    "graph": Kind("graph replay", "#009E73", GRAPH, "CUDA graph", "graph", "", "host_graph_us"),
-}
-
-
-@dataclass(frozen=True)
-class Launch:
-    """One piece of work that the host puts on a CUDA stream.
-
-    kind: of KINDS. n_copies: how many pairs it serves. bytes: written to destinations. reason: why this way.
-    """
-
-    kind: str
-    n_copies: int
-    bytes: int
-    reason: str
+Tensors = Sequence[Tensor]
+ONE_KERNEL = {"fill_": "fill", "fused": "fused"}  # operations that are one kernel -> its kind
 
 
 @dataclass(frozen=True)
@@ -121,33 +49,26 @@ def foreach_limits() -> ForeachLimits:
 def launches(calls: Iterable[Call]) -> list[Launch]:
     """What CUDA would be asked to do for these calls, in order.
 
-    Raises:
-        NotImplementedError: as the foreach kernel for a dtype that it is not built for.
-        RuntimeError: as `_foreach_copy_` for empty lists or lists of different length.
+    Raises what `_foreach_copy_` would: NotImplementedError for a dtype that its kernel is not built for,
+    RuntimeError for empty lists or lists of different length.
     """
     made: list[Launch] = []
-    for call in calls:
-        if call.op == "foreach":
-            made += foreach_launches(call.dsts, call.srcs)
-        elif call.op == "copy_":
-            made += copy_launches(call.dsts[0], call.srcs[0])
-        elif call.op != "host_copy_":
-            made += kernel_launches(call)
+    for op, dsts, srcs, *_ in calls:
+        if op == "copy_":
+            made += copy_launches(dsts[0], srcs[0])
+        elif op == "foreach":
+            made += foreach_launches(dsts, srcs)
+        elif op in ONE_KERNEL and any(dst.numel() for dst in dsts):
+            nbytes = sum(dst.nbytes for dst in dsts)
+            made.append(Launch(ONE_KERNEL[op], len(dsts), nbytes, "one kernel for the call"))
     return made
 
 
-def kernel_launches(call: Call) -> list[Launch]:
-    """A fill or a fused call: one kernel, none for zero elements."""
-    kind, reason = {"fill_": ("fill", "one fill"), "fused": ("fused", "one kernel for all dtypes")}[call.op]
-    nbytes = sum(dst.nbytes for dst in call.dsts)
-    return [Launch(kind, len(call.dsts), nbytes, reason)] if nbytes else []
-
-
 def copy_launches(dst: Tensor, src: Tensor) -> list[Launch]:
-    """`dst.copy_(src)`: a driver memcpy where one dtype lies contiguous on both sides, else a kernel (Copy.cu).
+    """`dst.copy_(src)`: a driver memcpy where one dtype lies alike on both sides, else a kernel (Copy.cu).
 
-    Nothing is launched for zero elements, nor for a memcpy onto itself. (A kernel over more than 2**31 elements
-    is split into several; that is not modelled.)
+    Nothing is launched for zero elements, nor for a memcpy onto itself. (A kernel over more than 2**31
+    elements is split into several; that is not modelled.)
     """
     if dst.numel() == 0 or dst is src:
         return []
@@ -162,19 +83,25 @@ def copy_launches(dst: Tensor, src: Tensor) -> list[Launch]:
 
 
 def between_devices(dst: Tensor, src: Tensor) -> list[Launch]:
-    """A copy from or to the host converts on its source's side, and goes by a contiguous one (Copy.cu)."""
+    """The host converts; what is strided on the device goes by a contiguous copy there (Copy.cu).
+
+    A pinned source spares the host its wait only where the caller asks for non_blocking=True.
+    """
+    made = []
     if src.device.type == "cpu":
         reason = "pinned" if src.is_pinned() else "pageable: the call waits for the copy"
-        made = [Launch("htod", 1, dst.nbytes, reason)]
-        strided = Launch("elementwise", 1, dst.nbytes, "from a contiguous copy into the strided destination")
-        return made if dst.is_contiguous() else [*made, strided]
-    kind = "dtoh" if dst.device.type == "cpu" else "memcpy"
-    return [Launch(kind, 1, dst.nbytes, f"from {src.device} to {dst.device}")]
+        made.append(Launch("htod", 1, dst.nbytes, reason))
+        on_device = dst
+    else:
+        kind = "dtoh" if dst.device.type == "cpu" else "memcpy"
+        made.append(Launch(kind, 1, dst.nbytes, f"from {src.device} to {dst.device}"))
+        on_device = src
+    if not on_device.is_contiguous():
+        made.append(Launch("elementwise", 1, on_device.nbytes, "between strided and contiguous"))
+    return made if on_device is dst else made[::-1]
 
 
-def foreach_launches(
-    dsts: Sequence[Tensor], srcs: Sequence[Tensor], limits: ForeachLimits | None = None
-) -> list[Launch]:
+def foreach_launches(dsts: Tensors, srcs: Tensors, limits: ForeachLimits | None = None) -> list[Launch]:
     """`torch._foreach_copy_(dsts, srcs)`: fused kernels, or silently one copy a pair."""
     if not dsts or len(dsts) != len(srcs):
         raise RuntimeError(f"_foreach_copy_: expected equal lists, got {len(dsts)} and {len(srcs)} tensors")
@@ -187,16 +114,20 @@ def foreach_launches(
     return [replace(launch, reason=f"slow path: {obstacle}") for launch in made]
 
 
-def slow_because(dsts: Sequence[Tensor], srcs: Sequence[Tensor]) -> str | None:
+def slow_because(dsts: Tensors, srcs: Tensors) -> str | None:
     """What keeps a call off the fused kernel (ForeachUtils.h `can_use_fast_route`, dtypes as of 2026)."""
+    first = f"{srcs[0].dtype} to {dsts[0].dtype}"
+    device = dsts[0].device
     for i, (dst, src) in enumerate(zip(dsts, srcs)):
-        if (dst.dtype, src.dtype) != (dsts[0].dtype, srcs[0].dtype):
-            first = f"the first {srcs[0].dtype} to {dsts[0].dtype}"
-            return f"pair {i}: {src.dtype} to {dst.dtype}, {first}"
-        if dst.device != dsts[0].device or not (src.is_meta or src.device == dst.device):
-            return f"pair {i}: from {src.device} to {dst.device}, the first is on {dsts[0].device}"
-        if dst.shape != src.shape or not same_dense_layout(dst, src):
-            return f"pair {i}: shapes {tuple(dst.shape)}, {tuple(src.shape)}, strides {dst.stride()}, {src.stride()}"
+        dtypes = f"{src.dtype} to {dst.dtype}"
+        if dtypes != first:
+            return f"pair {i}: {dtypes}, the first {first}"
+        if dst.device != device or not (src.is_meta or src.device == device):
+            return f"pair {i}: from {src.device} to {dst.device}, the first is on {device}"
+        if dst.shape != src.shape:
+            return f"pair {i}: shapes {tuple(dst.shape)}, {tuple(src.shape)}"
+        if not same_dense_layout(dst, src):
+            return f"pair {i}: strides {dst.stride()}, {src.stride()}"
     return None
 
 
@@ -204,18 +135,19 @@ def same_dense_layout(dst: Tensor, src: Tensor) -> bool:
     """Whether a pair lies in memory alike, without gaps or repeats; dimensions of size 1 do not count."""
     expected = 1
     for dst_stride, src_stride, size in sorted(zip(dst.stride(), src.stride(), dst.shape)):
-        if size != 1 and not dst_stride == src_stride == expected:
+        gap = dst_stride != expected and dst.numel() > 0
+        if size != 1 and (gap or dst_stride != src_stride):
             return False
         expected *= size
     return True
 
 
-def chunked_launches(dsts: Sequence[Tensor], limits: ForeachLimits) -> list[Launch]:
+def chunked_launches(dsts: Tensors, limits: ForeachLimits) -> list[Launch]:
     """Follow multi_tensor_apply: a launch goes out when its table of tensors or of chunks is full."""
-    if dsts[0].dtype not in FUSED_DTYPES and dsts[0].element_size() > 1:
-        raise NotImplementedError(f'"foreach_tensor_copy" not implemented for {dsts[0].dtype}')
-    made: list[Launch] = []
-    reason = f"one kernel for all pairs to {dsts[0].dtype}"
+    dtype = dsts[0].dtype
+    if dtype not in FUSED_DTYPES and dtype.itemsize > 1:
+        raise NotImplementedError(f'"foreach_tensor_copy" not implemented for {dtype}')
+    made: list[tuple[int, int]] = []
     tensors = chunks = elements = 0
     for dst in dsts:
         left = dst.numel()
@@ -226,11 +158,12 @@ def chunked_launches(dsts: Sequence[Tensor], limits: ForeachLimits) -> list[Laun
             chunks += 1
             elements += size
             if chunks == limits.chunks or (left == 0 and tensors == limits.tensors):
-                made.append(Launch("foreach", tensors, elements * dst.element_size(), reason))
-                tensors, chunks, elements = int(left > 0), 0, 0
+                made.append((tensors, elements * dtype.itemsize))
+                tensors = int(left > 0)
+                chunks = elements = 0
     if chunks:
-        made.append(Launch("foreach", tensors, elements * dsts[0].element_size(), reason))
-    return made
+        made.append((tensors, elements * dtype.itemsize))
+    return [Launch("foreach", *sizes, f"one kernel for all pairs to {dtype}") for sizes in made]
 
 
 def obstacles(dst: Tensor, src: Tensor) -> dict[str, str]:
@@ -240,14 +173,13 @@ def obstacles(dst: Tensor, src: Tensor) -> dict[str, str]:
         found[f"converts {src.dtype} to {dst.dtype}"] = f"have the producer write {dst.dtype}"
     if dst.is_conj() != src.is_conj() or dst.is_neg() != src.is_neg():
         found["a conjugate or negative view on one side only"] = "have the producer resolve it"
+    strides = f"strides {dst.stride()} and {src.stride()}"
     if dst.shape != src.shape:
         found[f"broadcasts {tuple(src.shape)} to {tuple(dst.shape)}"] = "a source of equal shape"
+    elif not same_dense_layout(dst, dst):
+        found[f"the destination has gaps: {strides}"] = "dense buffers per captured size, or Triton"
     elif not same_dense_layout(dst, src):
-        strides = f"strides {dst.stride()} and {src.stride()}"
-        if same_dense_layout(dst, dst):
-            found[f"the source lies otherwise: {strides}"] = "write it contiguous at its producer, or Triton"
-        else:
-            found[f"the destination has gaps: {strides}"] = "dense buffers per captured size, or Triton"
+        found[f"the source lies otherwise: {strides}"] = "write it contiguous at its producer, or Triton"
     return found
 
 
@@ -273,31 +205,23 @@ def explain(calls: Iterable[Call], names: Sequence[str] | None = None) -> list[E
 
     names: one a pair, in the order of the calls.
     """
-    rows = []
     calls = list(calls)
     single = Counter(group_of(call.dsts[0], call.srcs[0]) for call in calls if call.op == "copy_")
+    rows = []
     for call in calls:
         made = launches([call])
-        for i, dst in enumerate(call.dsts):
-            src = call.srcs[i] if call.srcs else None
-            launch = (
-                made[min(i, len(made) - 1)] if made else Launch("none", 0, 0, "no elements, or onto itself")
-            )
+        ends = list(accumulate(launch.n_copies for launch in made))
+        served = 0
+        for dst, src in zip_longest(call.dsts, call.srcs):
+            launch = Launch("none", 0, 0, "no elements, onto itself, or in host memory")
+            if made and dst.numel() > 0:
+                launch = made[min(bisect(ends, served), len(made) - 1)]
+                served += 1
             name = names[len(rows)] if names else f"pair {len(rows)}"
+            pair = [f"{tuple(t.shape)} {str(t.dtype)[6:]}" for t in (dst, dst if src is None else src)]
+            route = launch.kind, launch.n_copies, launch.reason
             better = advice(launch, dst, src, single)
-            described = [f"{tuple(t.shape)} {str(t.dtype)[6:]}" for t in (dst, src) if t is not None]
-            rows.append(
-                Explanation(
-                    name,
-                    described[0],
-                    described[-1],
-                    dst.nbytes,
-                    launch.kind,
-                    launch.n_copies,
-                    launch.reason,
-                    better,
-                )
-            )
+            rows.append(Explanation(name, *pair, dst.nbytes, *route, better))
     return rows
 
 

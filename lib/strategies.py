@@ -1,7 +1,7 @@
 """The named ways to fill static buffers, in the order in which the notebooks tell them.
 
-A strategy is a function from a step to the calls that serve it: a new one is a function and a line in
-`STRATEGIES`. ROUTES are those whose calls a `CopyPlan` or `ReplayCopies` can keep from step to step.
+A strategy is a function from a step to the calls that serve it: a new one is a function here and a line in
+STRATEGIES. ROUTES has those that need pairs alone: their calls a `CopyPlan` or `ReplayCopies` can keep.
 """
 
 from __future__ import annotations
@@ -38,10 +38,9 @@ class Step:
         """A step without padding; a pair from `DEFAULT_DMA_BYTES` on is large. Raises as `check_pairs`."""
         check_pairs(dsts, srcs, names)
         step = cls()
-        for i, (dst, src) in enumerate(zip(dsts, srcs)):
-            name = names[i] if names else f"pair {i}"
-            fields = step.large if dst.nbytes >= DEFAULT_DMA_BYTES else step.small
-            fields[name] = (dst, src)
+        for i, pair in enumerate(zip(dsts, srcs)):
+            fields = step.large if dsts[i].nbytes >= DEFAULT_DMA_BYTES else step.small
+            fields[names[i] if names else f"pair {i}"] = pair
         return step
 
     @property
@@ -55,6 +54,11 @@ def fills(step: Step) -> list[Call]:
 
 def copies(pairs: Iterable[Pair]) -> list[Call]:
     return [Call("copy_", [dst], [src]) for dst, src in pairs]
+
+
+def around(small: list[Call], step: Step) -> list[Call]:
+    """As SGLang goes about it: fills first, the small fields in some way, large ones by `copy_`."""
+    return fills(step) + small + copies(step.large.values())
 
 
 def per_copy(step: Step) -> list[Call]:
@@ -78,8 +82,7 @@ def uint8_view(step: Step) -> list[Call]:
             srcs.append(src.view(torch.uint8))
         except RuntimeError as error:
             raise RuntimeError(f"{name}: {error}") from error
-    together = [Call("foreach", dsts, srcs)] if dsts else []
-    return fills(step) + together + copies(step.large.values())
+    return around([Call("foreach", dsts, srcs)] if dsts else [], step)
 
 
 def grouped_foreach(step: Step) -> list[Call]:
@@ -89,18 +92,16 @@ def grouped_foreach(step: Step) -> list[Call]:
 
 def grouped_foreach_dma(step: Step, dma_bytes: int = DEFAULT_DMA_BYTES) -> list[Call]:
     """Small fields grouped, the rest by `copy_`: the design of pull request 28465."""
-    small = grouped(step.small.values(), dma_bytes)
-    return fills(step) + small + copies(step.large.values())
+    return around(grouped(step.small.values(), dma_bytes), step)
 
 
 def small_copy(step: Step) -> list[Call]:
     """SGLang since 0.5.21: one Triton kernel for all small fields where it takes them, else groups."""
     pairs = list(step.small.values())
     if takes_small_copy(pairs):
-        small = [fused_call(pairs)]
-    else:
-        small = grouped(pairs)
-    return fills(step) + small + copies(step.large.values())
+        filled = [(dst, src) for dst, src in pairs if dst.numel() > 0]
+        return around([fused_call(filled)] if filled else [], step)
+    return around(grouped(pairs), step)
 
 
 def copy_plan(step: Step) -> list[Call]:
@@ -119,10 +120,10 @@ def fused_pairs(pairs: Iterable[Pair]) -> list[Call]:
     left = []
     for dst, src in pairs:
         memcpy = dst.nbytes >= DEFAULT_DMA_BYTES and not obstacles(dst, src)
-        if memcpy or describe(dst, src) is None:
-            left.append((dst, src))
-        else:
+        if not memcpy and describe(dst, src) is not None:
             taken.append((dst, src))
+        elif dst.numel() > 0:
+            left.append((dst, src))
     starts = range(0, len(taken), MAX_PAIRS)
     return [fused_call(taken[i : i + MAX_PAIRS]) for i in starts] + copies(left)
 
@@ -140,8 +141,8 @@ SMALL_COPY_ELEMENTS = 8192
 
 def takes_small_copy(pairs: Sequence[Pair]) -> bool:
     """Whether SGLang's kernel takes these pairs, all or none. Overlap is left to `check_pairs`."""
-    devices = {dst.device for dst, _ in pairs}
-    return len(pairs) > 1 and len(devices) == 1 and all(takes_small_pair(dst, src) for dst, src in pairs)
+    devices = {tensor.device for pair in pairs for tensor in pair}
+    return len(pairs) > 1 and len(devices) == 1 and all(takes_small_pair(*pair) for pair in pairs)
 
 
 def takes_small_pair(dst: Tensor, src: Tensor) -> bool:
@@ -151,9 +152,9 @@ def takes_small_pair(dst: Tensor, src: Tensor) -> bool:
         return False
     if len(dtypes) == 2 and dtypes != SMALL_COPY_CONVERTS:
         return False
-    if dst.device != src.device or dst.shape != src.shape:
+    if dst.shape != src.shape or dst.dim() not in (1, 2):
         return False
-    if dst.dim() not in (1, 2) or dst.numel() > SMALL_COPY_ELEMENTS:
+    if dst.numel() > SMALL_COPY_ELEMENTS:
         return False
     if any(tensor.is_neg() or tensor.requires_grad for tensor in (dst, src)):
         return False

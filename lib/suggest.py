@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from lib.launches import launches
 class Sighting(NamedTuple):
     """One destination of a call, on stand-ins, and where the code writes it.
 
-    buffer: the expression that holds its memory, of `shape`; "" for a tensor that the call made.
+    buffer: the expression that holds its memory, of `shape`; "" for a new tensor, or where none was found.
     origin: the source, or what the source was uploaded or converted from. place: tells destinations apart.
     """
 
@@ -36,8 +36,10 @@ class Sighting(NamedTuple):
     @property
     def dim(self) -> int:
         """The dimension along which the buffer is filled in part."""
-        sizes = list(zip(self.dst.shape, self.shape))
-        return next((dim for dim, (size, whole) in enumerate(sizes) if size != whole), 0)
+        for dim, (size, whole) in enumerate(zip(self.dst.shape, self.shape)):
+            if size != whole:
+                return dim
+        return 0
 
     @property
     def rows(self) -> int:
@@ -45,7 +47,9 @@ class Sighting(NamedTuple):
 
     def part(self, extra: int) -> str:
         """The index of what is used of the buffer: fewer columns, and not the first `extra` rows."""
-        used = [f":{size}" if size != whole else ":" for size, whole in zip(self.dst.shape, self.shape)]
+        used = []
+        for size, whole in zip(self.dst.shape, self.shape):
+            used.append(":" if size == whole else f":{size}")
         used[self.dim : self.dim + 1] = [f"{extra}:" if extra else ":"]
         return "" if set(used) == {":"} else f"[{', '.join(used)}]"
 
@@ -63,58 +67,73 @@ def suggest(sightings: Sequence[Sighting]) -> Suggestion:
 
     Both take what fills the same buffers along as padding. What belongs to no field stays as it is.
     """
-    fields = {one.place: one for one in sightings if one.origin is not None and one.buffer}.values()
     pads = {one.buffer: one.call.value for one in sightings if one.call.op == "fill_"}
-    device, host = [], []
-    for one in fields:
-        same = one.origin.device == one.dst.device
-        (device if same else host).append(one)
-    pairs = [(one.dst, one.origin) for one in device]
-    for one in device:
+    fields = {}
+    for one in sightings:
+        if one.origin is not None and one.buffer:
+            fields[one.place] = one
+    device, host, pairs = {}, {}, []
+    for one in fields.values():
+        if one.origin.device != one.dst.device:
+            host.setdefault(one.buffer, one)
+            continue
+        device.setdefault(one.buffer, one)
+        pairs.append((one.dst, one.origin))
         if one.buffer in pads:
-            rows = torch.empty_strided(one.dst.shape, one.dst.stride(), dtype=one.dst.dtype, device="meta")
-            pairs.append((rows, one.origin))
-    before = {id(one.call): one.call for one in sightings}.values()
-    after = launches(grouped_dma(pairs) + unrelated(sightings, fields))
-    once = {one.buffer: one for one in reversed(device)}
-    lines = replay_copies(list(reversed(once.values())), pads) + packed_inputs(host, pads)
-    return Suggestion(len(launches(before)), len(after) + bool(host), "\n".join(lines))
+            padding = torch.empty_strided(
+                one.dst.shape,
+                one.dst.stride(),
+                dtype=one.dst.dtype,
+                device="meta",
+            )
+            pairs.append((padding, one.origin))
+    calls = {id(one.call): one.call for one in sightings}
+    before = launches(calls.values())
+    left = unrelated(sightings, fields.values())
+    after = launches(grouped_dma(pairs) + left)
+    lines = replay_copies(device.values(), pads) + packed_inputs(host.values(), pads)
+    return Suggestion(len(before), len(after) + bool(host), "\n".join(lines))
 
 
-def unrelated(sightings: Sequence[Sighting], fields: Sequence[Sighting]) -> list[Call]:
+def unrelated(sightings: Sequence[Sighting], fields: Collection[Sighting]) -> list[Call]:
     """Fills of buffers that nothing is copied into, and new tensors that are not copied on."""
     buffers = {one.buffer for one in fields}
     origins = {id(one.origin) for one in fields}
-    calls = []
+    calls = {}
     for one in sightings:
-        if one.call.op == "fill_":
-            keep = one.buffer not in buffers
-        else:
-            keep = not one.buffer and id(one.call.srcs[0]) not in origins
-        if keep:
-            calls.append(one.call)
-    return calls
+        spare_fill = one.call.op == "fill_" and one.buffer not in buffers
+        spare_tensor = not one.buffer and id(one.origin) not in origins
+        if spare_fill or spare_tensor:
+            calls[id(one.call)] = one.call
+    return list(calls.values())
 
 
-def replay_copies(fields: Sequence[Sighting], pads: Mapping[str, float]) -> list[str]:
+def replay_copies(fields: Collection[Sighting], pads: Mapping[str, float]) -> list[str]:
     """The rows a request are a guess: those of a field over the fewest of any field."""
     requests = max(min((one.rows for one in fields), default=1), 1)
     lines = []
     for one in fields:
         rows, extra = divmod(one.rows, requests)
-        arguments = [one.buffer + one.part(extra), f"rows={rows}", f"pad={pads.get(one.buffer)}"]
+        arguments = [
+            one.buffer + one.part(extra),
+            f"rows={rows}",
+            f"pad={pads.get(one.buffer)}",
+        ]
         if one.dim:
             arguments.append(f"dim={one.dim}")
-        lines.append(f'    "{one.name}": StaticInput({", ".join(arguments)}),')
+        static = f"StaticInput({', '.join(arguments)})"
+        lines.append(f'    "{one.name}": {static},')
     if not lines:
         return []
     return ["copies = ReplayCopies({", *lines, "})", "copies(inputs, batch_size, captured)  # every step"]
 
 
-def packed_inputs(fields: Sequence[Sighting], pads: Mapping[str, float]) -> list[str]:
+def packed_inputs(fields: Collection[Sighting], pads: Mapping[str, float]) -> list[str]:
     lines = []
     for one in fields:
-        lines.append(f'    "{one.name}": ({tuple(one.shape)}, {one.dst.dtype}, {pads.get(one.buffer)}),')
+        pad = pads.get(one.buffer)
+        shape = tuple(one.shape)
+        lines.append(f'    "{one.name}": ({shape}, {one.dst.dtype}, {pad}),')
     if not lines:
         return []
     step = "with packed.step() as host:  # every step; the graph reads packed.device"

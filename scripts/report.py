@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 import re
 import sys
 from html import escape as escape_html
 from itertools import chain
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
+from urllib.parse import quote
+
+from command_line import plain, write_whole
 
 # The three numbers at the top: published names (the first one found counts) and what the number is.
 HEADLINES = (
@@ -31,26 +33,21 @@ ANSWER = """Before a CUDA graph is replayed, the step's inputs are copied into i
 step of speculative decoding. Grouping the small fields by dtype and leaving the large one to a driver memcpy
 fills the same buffers, bit for bit, with far fewer launches."""
 KINDS = {
-    "counted": "exact, from shapes, strides and dtypes; the same on every machine",
+    "counted": "by PyTorch's rules, from shapes, strides and dtypes: a prediction until a profiler has seen it",
     "measured": "timed in this run, on this machine",
     "recorded": "read from a file, measured on the device it names",
     "modelled": "from the device model, with the profile and the error it names",
 }
 STYLE = Path(__file__).with_name("report.css")
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Whole or not at all, also when the process is killed meanwhile."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+# Whatever text may have got into the page: it loads nothing and runs nothing.
+POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 
 def write(run: Path) -> Path:
     """Write report.html beside the run's summary.json; return its path."""
     summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
     page = run / "report.html"
-    page.write_text(_page(summary, run), encoding="utf-8")
+    write_whole(page, _page(summary, run))
     return page
 
 
@@ -71,11 +68,13 @@ def _page(summary: dict[str, Any], run: Path) -> str:
     parts += ["<h2>What the notebooks show</h2>"] + [_notebook(notebook, run) for notebook in notebooks]
     parts += ["<h2>What rests on what</h2>", _evidence(notebooks, on)]
     parts += ["<h2>The run</h2>", _run_table(summary)]
+    style = STYLE.read_text(encoding="utf-8")
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         f"<title>Replay Copy Workbench: {escape(summary['started'][:10])}</title>"
-        f"<style>{STYLE.read_text()}</style></head>\n"
+        f"<style>{style}</style></head>\n"
         "<body><main>\n" + "\n".join(filter(None, parts)) + "\n</main></body></html>\n"
     )
 
@@ -103,13 +102,14 @@ def _failures(summary: dict[str, Any]) -> str:
 
 
 def _notebook(notebook: dict[str, Any], run: Path) -> str:
-    stem = escape(notebook["notebook"])
+    stem = Path(notebook["notebook"]).name
     links = [
-        f'<a href="notebooks/{stem}.{kind}">{text}</a>'
+        f'<a href="notebooks/{quote(stem)}.{kind}">{text}</a>'
         for kind, text in (("html", "read it, executed"), ("ipynb", "as a notebook"))
         if (run / "notebooks" / f"{stem}.{kind}").exists()
     ]
-    parts = [f'<h3 id="{stem}">{escape(notebook["title"])}</h3><p class="soft">{" · ".join(links)}</p>']
+    heading = f'<h3 id="{escape_html(plain(stem))}">{escape(notebook["title"])}</h3>'
+    parts = [f'{heading}<p class="soft">{" · ".join(links)}</p>']
     parts += [_figure(figure, run) for figure in notebook["figures"]]
     tables = [
         r for r in notebook["results"] if isinstance(r["value"], list | dict) and r["name"] != LAUNCH_TABLE
@@ -131,12 +131,23 @@ def _notebook(notebook: dict[str, Any], run: Path) -> str:
 
 
 def _figure(figure: dict[str, str], run: Path) -> str:
-    png = base64.b64encode((run / figure["file"]).read_bytes()).decode()
     alt = figure["alt"] or _words(figure["name"])
-    evidence = f"<br><small>{escape(figure['evidence'])}</small>" if figure["evidence"] else ""
-    image = f'<img alt="{escape_html(alt)}" src="data:image/png;base64,{png}">'
-    link = f'<a href="{escape_html(figure["file"])}" title="full size">{image}</a>'
+    png = _picture(run, figure["file"])
+    if png is None:
+        return f'<p class="failed">No picture in {escape(figure["file"])}: {escape(alt)}</p>'
+    evidence = "".join(f"<br><small>{escape(line)}</small>" for line in figure["evidence"].splitlines())
+    image = f'<img alt="{escape_html(plain(alt))}" src="data:image/png;base64,{png}">'
+    link = f'<a href="{quote(figure["file"])}" title="full size">{image}</a>'
     return f"<figure>{link}<figcaption>{escape(alt)}{evidence}</figcaption></figure>"
+
+
+def _picture(run: Path, file: str) -> str | None:
+    """A figure's PNG in base64; None for one that is not in the run's own folder of figures, or not a PNG."""
+    path = run / "figures" / PurePosixPath(file).name
+    if file != f"figures/{path.name}" or path.is_symlink() or not path.is_file():
+        return None
+    png = path.read_bytes()
+    return base64.b64encode(png).decode() if png.startswith(b"\x89PNG") else None
 
 
 def _result(result: dict[str, Any], with_name: bool = True) -> str:
@@ -157,9 +168,10 @@ def _evidence(notebooks: list[dict[str, Any]], on: str) -> str:
     uses: dict[str, dict[str, list[str]]] = {}
     for notebook in notebooks:
         for figure in notebook["figures"]:
-            kind, _, where = figure["evidence"].partition(" · ")
-            if kind in KINDS:
-                uses.setdefault(kind, {}).setdefault(where, []).append(_words(figure["name"]))
+            for line in figure["evidence"].splitlines():
+                kind, _, where = line.partition(" · ")
+                if kind in KINDS:
+                    uses.setdefault(kind, {}).setdefault(where, []).append(_words(figure["name"]))
         for result in notebook["results"]:
             where = on if result["kind"] == "measured" else result["note"]
             uses.setdefault(result["kind"], {}).setdefault(where, []).append(_words(result["name"]))
@@ -221,13 +233,13 @@ def _shown(value: Any) -> str:
     return f'<span class="bad">{shown}</span>' if shown in ("failed", "died", "interrupted") else shown
 
 
-def _words(name: str) -> str:
-    return name.replace("_", " ")
+def _words(name: object) -> str:
+    return str(name).replace("_", " ")
 
 
-def escape(text: str) -> str:
+def escape(text: object) -> str:
     """HTML of a text in which `this` is code."""
-    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape_html(text))
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape_html(plain(text)))
 
 
 if __name__ == "__main__":

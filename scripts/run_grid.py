@@ -5,11 +5,11 @@ A grid file names the notebook (relative to the file) and lists the values of it
     notebook: ../notebooks/04_grouped_foreach_plus_dma.ipynb
     parameters:
       batch_size: [1, 4, 16]
-      top_k: [1, 4]
+      preset: [llama3-8b, deepseek-v3]
 
-table.csv has a row for each point: parameters, published numbers, result, time, peak memory and, of a failed
-point, the error. A point that has its row is not done again, unless the notebook changed or --retry-failed is
-given.
+Paths count from the file too. table.csv has a row for each point: parameters, published numbers, result,
+time, peak memory and, of a failed point, the error. A point that has its row is not done again, unless the
+notebook changed or --retry-failed is given.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from __future__ import annotations
 import csv
 import fcntl
 import hashlib
+import io
 import itertools
 import json
+import logging
 import multiprocessing
 import os
 import signal
@@ -26,13 +28,25 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import CancelledError, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from run_notebooks import ROOT, OneLineParser
+from command_line import (
+    ROOT,
+    OneLineParser,
+    plain,
+    prepare_process,
+    resolve_paths,
+    to_json,
+    write_json,
+    write_whole,
+)
+from end_with_parent import end_with
 
+PATIENCE_S = 15  # with a scheduler that does not answer, and with one that has no worker
 ABOUT_A_POINT = ("status", "seconds", "peak_mb", "error", "executed")  # the table's last columns
 _one_at_a_time = threading.Lock()  # timings must not disturb each other on a worker that has several threads
 
@@ -60,7 +74,11 @@ def read_grid(path: Path) -> tuple[Path, list[dict[str, Any]]]:
             raise ValueError(f"{path}: parameters: expected a name other than {ABOUT_A_POINT}, got {name!r}")
         if not isinstance(values, list) or not values:
             raise ValueError(f"{path}: parameters: {name}: expected a list of values, got {values!r:.80}")
-        if not all(isinstance(value, bool | int | float | str | None) for value in values):
+        try:
+            fits = not any(isinstance(to_json(value), list | dict) for value in values)
+        except ValueError:
+            fits = False
+        if not fits:
             raise ValueError(
                 f"{path}: parameters: {name}: expected numbers, words, true or false, got {values}"
             )
@@ -69,8 +87,8 @@ def read_grid(path: Path) -> tuple[Path, list[dict[str, Any]]]:
     known = declared_parameters(notebook)
     for name in sorted(set(parameters) - known):
         raise ValueError(f"{path}: parameters: {name}: the notebook declares {', '.join(sorted(known))}")
-    points = itertools.product(*parameters.values())
-    return notebook, [dict(zip(parameters, values, strict=True)) for values in points]
+    points = (dict(zip(parameters, values)) for values in itertools.product(*parameters.values()))
+    return notebook, [resolve_paths(point, path.parent) for point in points]
 
 
 def record_file(notebook: Path, parameters: dict[str, Any], folder: Path) -> Path:
@@ -79,74 +97,115 @@ def record_file(notebook: Path, parameters: dict[str, Any], folder: Path) -> Pat
     return folder / "points" / f"{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"
 
 
+def read_record(file: Path) -> dict[str, Any] | None:
+    """A point's record; None where there is none, or a damaged one: the point is done again."""
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+        return record if {*ABOUT_A_POINT[:-1], "results"} <= record.keys() else None
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
 def run_point(notebook: Path, parameters: dict[str, Any], record: Path) -> None:
     """Execute one point and write its record, whole or not at all; do nothing where the record is there."""
     from execute_notebook import execute
-    from report import write_json
 
     with _one_at_a_time:
-        if record.exists():
+        if read_record(record):
             return
         result = execute(notebook, record.with_suffix(".ipynb"), parameters, progress_bar=False)
         if result["status"] != "interrupted":
             write_json(record, {name: value for name, value in result.items() if name != "figures"})
 
 
-def run_on_worker(scripts: str, notebook: Path, parameters: dict[str, Any], record: Path) -> None:
-    """run_point in a Dask worker, which finds this file in the checkout that it shares with us."""
-    if scripts not in sys.path:
-        sys.path.insert(0, scripts)
-    import run_grid
-
-    run_grid.run_point(notebook, parameters, record)
-
-
 def start_worker() -> None:
-    """Leave Ctrl-C to the parent, and end when it is gone, killed, say, without a chance to tell."""
-
-    def outlive_nobody(parent: int) -> None:
-        while os.getppid() == parent:
-            time.sleep(0.5)
-        os._exit(1)
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=outlive_nobody, args=(os.getppid(),), daemon=True).start()
+    """Leave Ctrl-C and a closed terminal to the parent, and end with it."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    end_with(multiprocessing.parent_process().pid)
 
 
 def run_here(points: list[tuple], jobs: int) -> Iterator[None]:
-    """Yields as points end. Ctrl-C ends the points in progress; they leave no record."""
+    """Yields as points end. A stop, or an error, ends the points in progress; they leave no record."""
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(jobs, len(points)), spawn, start_worker) as pool:
         try:
             for future in as_completed([pool.submit(run_point, *point) for point in points]):
                 yield future.result()
-        except (KeyboardInterrupt, GeneratorExit):
+        except BaseException:  # a stop, or a full disk: the other points need not go on
             import psutil
 
-            for process in psutil.Process().children(recursive=True):
-                process.kill()
+            for worker in multiprocessing.active_children():
+                with suppress(psutil.Error):  # it has ended
+                    for process in psutil.Process(worker.pid).children(recursive=True):
+                        process.kill()
+                worker.kill()
             raise
 
 
 def run_on_cluster(points: list[tuple], address: str) -> Iterator[None]:
-    """Yields as points end. A worker that dies loses the point it was at, which another one then does."""
-    from dask.distributed import Client
-    from dask.distributed import as_completed as as_completed_on_cluster
-    from report import write_json
+    """Yields as points end. A worker that dies loses the point it was at, which another one then does.
 
-    with Client(address, timeout="5s") as client:
-        scripts = str(Path(__file__).resolve().parent)
+    Raises OSError with the reason why no more of them can end.
+    """
+    from dask.distributed import Client, KilledWorker
+
+    scripts = str(Path(__file__).resolve().parent)
+
+    def run_on_worker(notebook: Path, parameters: dict[str, Any], record: Path) -> None:
+        if scripts not in sys.path:  # the worker shares our checkout, and finds this file in it
+            sys.path.insert(0, scripts)
+        from run_grid import run_point
+
+        run_point(notebook, parameters, record)
+
+    logging.disable()  # what matters is raised; the rest is many lines about the connection
+    if ":" not in address.rpartition("/")[2]:
+        address += ":8786"
+    try:
+        client = Client(address, timeout=f"{PATIENCE_S}s")
+    except (OSError, ValueError) as error:
+        raise OSError(f"--scheduler: {error}") from None
+    with client:
         of_key = {f"point-{point[-1].stem}": point for point in points}
-        futures = [client.submit(run_on_worker, scripts, *point, key=key) for key, point in of_key.items()]
-        for future in as_completed_on_cluster(futures):
-            _, parameters, record = of_key[future.key]
-            if error := future.exception():  # e.g. three workers in turn died of this point
+        futures = [client.submit(run_on_worker, *point, key=key) for key, point in of_key.items()]
+        for key, error in ended_points(client, futures, address):
+            _, parameters, record = of_key[key]
+            if isinstance(error, KilledWorker):  # several workers in turn died of this point
                 about = {"cell": "worker", "message": f"{type(error).__name__}: {error}"}
                 lost = {"status": "died", "seconds": 0.0, "peak_mb": 0.0, "error": about, "results": []}
                 write_json(record, lost | {"parameters": parameters})
-            if not record.exists():
+            elif error:
+                raise OSError(f"{address}: a worker cannot do this: {type(error).__name__}: {error}")
+            elif not record.exists():
                 raise OSError(f"{address}: its workers do not share {record.parent} with this machine")
             yield
+
+
+def ended_points(client: Any, futures: list[Any], address: str) -> Iterator[tuple[str, Exception | None]]:
+    """Yields a future's key and error when it ends; OSError when nothing is left to end the rest."""
+    from dask.distributed import wait
+
+    waiting, seen = set(futures), time.monotonic()  # when there was last a worker
+    while waiting:
+        ended = set()
+        try:
+            ended = wait(waiting, timeout=1, return_when="FIRST_COMPLETED").done
+            errors = [(future.key, future.exception()) for future in ended]
+        except CancelledError:
+            raise OSError(f"{address}: the connection to the scheduler is lost") from None
+        except TimeoutError:  # none yet: will there be one?
+            try:
+                workers = client.sync(client.scheduler.ncores, callback_timeout=PATIENCE_S)
+            except OSError:
+                raise OSError(f"{address}: the scheduler does not answer any more") from None
+            if workers:
+                seen = time.monotonic()
+            elif time.monotonic() > seen + PATIENCE_S:
+                raise OSError(f"{address}: the scheduler has no worker") from None
+        else:
+            yield from errors
+        waiting -= ended
 
 
 def flatten(results: list[dict[str, Any]]) -> dict[str, Any]:
@@ -164,31 +223,31 @@ def write_table(points: list[tuple], path: Path) -> tuple[int, int]:
     """Write the rows of the points that are done; return how many are done and how many of them failed."""
     rows, failed = [], 0
     for _, parameters, file in points:
-        if file.exists():
-            record = json.loads(file.read_text(encoding="utf-8"))
-            error = record["error"]
-            numbers = flatten(record["results"])
-            failed += error is not None
-            rows.append(
-                parameters
-                | {name: value for name, value in numbers.items() if name not in parameters}
-                | {"status": record["status"], "seconds": record["seconds"], "peak_mb": record["peak_mb"]}
-                | {"error": f"{error['cell']}: {error['message']}" if error else ""}
-                | {"executed": f"points/{file.stem}.ipynb"}
-            )
+        record = read_record(file)
+        if record is None:
+            continue
+        error = record["error"]
+        numbers = flatten(record["results"])
+        failed += error is not None
+        rows.append(
+            parameters
+            | {name: value for name, value in numbers.items() if name not in parameters}
+            | {"status": record["status"], "seconds": record["seconds"], "peak_mb": record["peak_mb"]}
+            | {"error": f"{error['cell']}: {error['message']}" if error else ""}
+            | {"executed": f"points/{file.stem}.ipynb"}
+        )
     names = dict.fromkeys(itertools.chain(*rows))
     columns = [name for name in names if name not in ABOUT_A_POINT] + [*ABOUT_A_POINT]
-    partial = path.with_suffix(".partial")
-    with partial.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, columns)
-        writer.writeheader()
-        writer.writerows(rows)
-    os.replace(partial, path)
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, columns)
+    writer.writeheader()
+    writer.writerows(rows)
+    write_whole(path, text.getvalue())
     return len(rows), failed
 
 
 def main() -> int:
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    stop = prepare_process()
     parser = OneLineParser(prog="run_grid.py", description=__doc__.partition("\n")[0], allow_abbrev=False)
     parser.add_argument("grid", type=Path, help="YAML file: notebook, and parameters with lists of values")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="notebooks at a time, here")
@@ -202,13 +261,13 @@ def main() -> int:
     if options.jobs < 1:
         parser.error(f"--jobs: expected at least 1, got {options.jobs}")
     try:
-        notebook, combinations = read_grid(options.grid)
+        notebook, combinations = read_grid(options.grid.absolute())
     except ValueError as error:
         parser.error(str(error))
     folder = (options.output or ROOT / "runs" / f"grid-{options.grid.stem}").resolve()
     try:
         (folder / "points").mkdir(parents=True, exist_ok=True)
-        lock = (folder / "lock").open("w")
+        lock = (folder / "lock").open("wb")
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends
     except BlockingIOError:
         parser.error(f"--output: another run_grid.py is at work in {folder}")
@@ -218,27 +277,29 @@ def main() -> int:
     points = [(notebook, values, record) for record, values in records.items()]
     if options.retry_failed:
         for *_, file in points:
-            if file.exists() and json.loads(file.read_text(encoding="utf-8"))["error"]:
+            if (read_record(file) or {}).get("error"):
                 file.unlink()
 
     from tqdm import tqdm
 
-    missing = [point for point in points if not point[-1].exists()]
+    missing = [point for point in points if not read_record(point[-1])]
+    run, how = (run_on_cluster, options.scheduler) if options.scheduler else (run_here, options.jobs)
+    bar = {"total": len(points), "initial": len(points) - len(missing), "unit": "point"}
     table, code = folder / "table.csv", 0
     try:
-        if missing:
-            run, how = (run_on_cluster, options.scheduler) if options.scheduler else (run_here, options.jobs)
-            for _ in tqdm(
-                run(missing, how), total=len(points), initial=len(points) - len(missing), unit="point"
-            ):
+        with stop.allowed():
+            for _ in tqdm(run(missing, how), **bar) if missing else ():
                 write_table(points, table)
     except KeyboardInterrupt:
         code = 130
-    except (OSError, BrokenProcessPool) as error:  # no scheduler at that address; a process killed
-        print(f"run_grid.py: {type(error).__name__}: {error}", file=sys.stderr)
+    except (OSError, MemoryError, BrokenProcessPool) as error:  # no scheduler; a process killed; a full disk
+        print(f"run_grid.py: {type(error).__name__}: {plain(error)}", file=sys.stderr)
         code = 1
-    done, failed = write_table(points, table)
-    print(f"{done} of {len(points)} points done, {failed} of them failed: {os.path.relpath(table)}")
+    try:
+        done, failed = write_table(points, table)
+    except OSError as error:
+        parser.error(str(error))
+    print(f"{done} of {len(points)} points done, {failed} of them failed: {plain(os.path.relpath(table))}")
     return code or int(failed > 0 or done < len(points))
 
 

@@ -3,43 +3,37 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import base64
 import datetime
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from command_line import (
+    ROOT,
+    OneLineParser,
+    Stop,
+    parse_value,
+    plain,
+    prepare_process,
+    resolve_paths,
+    write_json,
+    write_whole,
+)
+
 MACHINE = """
 import json, platform, sys, torch
-from lib.evidence import choose_device, device_name
+from lib.workbench.evidence import choose_device, device_name
 device = choose_device(sys.argv[1])
 print(json.dumps({"device": device, "name": device_name(device), "torch": torch.__version__,
                   "python": platform.python_version(), "system": platform.platform()}))
 """
-
-
-class OneLineParser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message} (--help lists the options)\n")
-
-
-def parse_value(text: str) -> Any:
-    """A Python literal where `text` is one (also true, false and null as in YAML), else the text itself."""
-    spelled = {"true": True, "false": False, "null": None, "none": None}
-    if text.lower() in spelled:
-        return spelled[text.lower()]
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -61,18 +55,54 @@ def choose_notebooks(folder: Path, only: list[str], parser: argparse.ArgumentPar
     if not notebooks:
         parser.error(f"no numbered notebooks in {folder}")
     numbers = [path.name[:2] for path in notebooks]
+    for number in sorted({number for number in numbers if numbers.count(number) > 1}):
+        parser.error(f"two notebooks in {folder} have the number {number}")
     wanted = {number.zfill(2) for number in only} or set(numbers)
     for number in sorted(wanted - set(numbers)):
         parser.error(f"--only: expected one of {', '.join(numbers)}, got {number}")
     return [path for path in notebooks if path.name[:2] in wanted]
 
 
-def choose_machine(device: str, parser: argparse.ArgumentParser) -> dict[str, str]:
+def parse_parameters(options: list[list[str]], known: set[str], parser: OneLineParser) -> dict[str, Any]:
+    """The values of -p; a relative path among them counts from where the caller stands."""
+    values = {}
+    for name, text in options:
+        if name not in known:
+            parser.error(f"-p {name}: no such parameter; these notebooks declare {', '.join(sorted(known))}")
+        try:
+            values[name] = parse_value(text)
+        except ValueError as error:
+            parser.error(f"-p {name}: {error}")
+    return resolve_paths(values, Path.cwd())
+
+
+def choose_machine(device: str, parser: OneLineParser) -> dict[str, str]:
     """What the run stands on, asked in a process of its own: this one stays without torch."""
-    asked = subprocess.run([sys.executable, "-c", MACHINE, device], cwd=ROOT, capture_output=True, text=True)
+    command = [sys.executable, "-c", MACHINE, device]
+    asked = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", errors="replace")
     if asked.returncode:
-        parser.error(f"--{asked.stderr.strip().splitlines()[-1].removeprefix('ValueError: ')}")
+        said = asked.stderr.strip().splitlines() or [f"device: torch ended with status {asked.returncode}"]
+        parser.error(f"--{said[-1].removeprefix('ValueError: ')}")
     return json.loads(asked.stdout)
+
+
+def make_run_folder(output: Path | None, started: datetime.datetime, parser: OneLineParser) -> Path:
+    """A folder for this run alone, also when another one starts in the same second."""
+    stamp, number = started.strftime("%Y-%m-%dT%H-%M-%SZ"), 1
+    run = output.absolute() if output else ROOT / "runs" / stamp
+    while True:
+        try:
+            if run.exists() and (not run.is_dir() or any(run.iterdir())):
+                raise FileExistsError
+            (run / "notebooks").mkdir(parents=True)  # of two runs only one succeeds
+            return run
+        except FileExistsError:
+            if output:
+                parser.error(f"--output: expected a new or empty folder, {run} is not")
+        except OSError as error:
+            parser.error(f"--output: {error}")
+        number += 1
+        run = ROOT / "runs" / f"{stamp}-{number}"
 
 
 def keep_files(record: dict[str, Any], executed: Path, run: Path) -> None:
@@ -82,10 +112,9 @@ def keep_files(record: dict[str, Any], executed: Path, run: Path) -> None:
     for figure in record["figures"]:
         figure["file"] = f"figures/{record['notebook'][:2]}_{figure['name']}.png"
         (run / figure["file"]).parent.mkdir(exist_ok=True)
-        (run / figure["file"]).write_bytes(base64.b64decode(figure.pop("png")))
-    if executed.exists():
-        html, _ = HTMLExporter(embed_images=True).from_filename(str(executed))
-        executed.with_suffix(".html").write_text(html, encoding="utf-8")
+        write_whole(run / figure["file"], base64.b64decode(figure.pop("png")))
+    html, _ = HTMLExporter(embed_images=True).from_filename(str(executed))
+    write_whole(executed.with_suffix(".html"), html)
 
 
 def print_table(records: list[dict[str, Any]], describe: Callable[[dict], str], limit_mb: int) -> None:
@@ -99,58 +128,83 @@ def print_table(records: list[dict[str, Any]], describe: Callable[[dict], str], 
             print(f"{'':<{width}}  {describe(record['error'])}")
 
 
-def main() -> int:
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ending it any polite way is a Ctrl-C
-    parser = make_parser()
-    options = parser.parse_args()
-    notebooks = choose_notebooks(options.notebooks, options.only, parser)
-    started = datetime.datetime.now(datetime.UTC).replace(microsecond=0)
-    run = (options.output or ROOT / "runs" / started.strftime("%Y-%m-%dT%H-%M-%SZ")).resolve()
-    if run.exists() and (not run.is_dir() or any(run.iterdir())):
-        parser.error(f"--output: expected a new or empty folder, {run} is not")
+def run_all(notebooks: list[Path], summary: dict[str, Any], run: Path, stop: Stop) -> str | None:
+    """Execute the notebooks one after the other; what is done so far lies in the run's folder at any time.
 
+    Returns None, or why the rest is not done: "interrupted", or which file could not be written.
+    """
     import report
-    from execute_notebook import PEAK_LIMIT_MB, declared_parameters, describe, execute
+    from execute_notebook import execute
 
-    extra = {name: parse_value(value) for name, value in options.parameters}
-    known = set().union(*map(declared_parameters, notebooks))
-    for name in sorted(set(extra) - known):
-        parser.error(f"-p {name}: no such parameter; these notebooks declare {', '.join(sorted(known))}")
-    machine = choose_machine(options.device, parser)
-    parameters = {"device": machine["device"], "quick": options.quick} | extra
-
-    try:
-        run.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        parser.error(f"--output: {error}")
-    summary: dict[str, Any] = {"started": started.isoformat(), "seconds": 0.0, "complete": False}
-    summary |= {"machine": machine, "parameters": parameters, "peak_limit_mb": PEAK_LIMIT_MB, "notebooks": []}
     records, clock = summary["notebooks"], time.monotonic()
-    print(
-        f"{len(notebooks)} notebooks on {machine['name']}, torch {machine['torch']}, into {run}", flush=True
-    )
-    try:
-        for source in notebooks:
-            executed = run / "notebooks" / source.name
-            record = execute(source, executed, parameters)
+
+    def save() -> None:
+        ended = [record for record in records if record["status"] != "interrupted"]
+        summary["complete"] = len(ended) == len(notebooks)
+        summary["seconds"] = round(time.monotonic() - clock, 1)
+        write_json(run / "summary.json", summary)
+        report.write(run)
+
+    for number, source in enumerate(notebooks):
+        executed = run / "notebooks" / source.name
+        try:
+            save()
+            record = execute(source, executed, summary["parameters"], stoppable=stop.allowed)
             keep_files(record, executed, run)
             records.append(record)
-            summary["complete"] = len(records) == len(notebooks) and record["status"] != "interrupted"
-            summary["seconds"] = round(time.monotonic() - clock, 1)
-            report.write_json(run / "summary.json", summary)
-            if record["status"] == "interrupted":
-                break
-    except KeyboardInterrupt:  # between two notebooks
-        pass
-    report.write_json(run / "summary.json", summary)
-    page = os.path.relpath(report.write(run))
-    if records:
-        print_table(records, describe, PEAK_LIMIT_MB)
-    if not summary["complete"]:
-        print(f"\ninterrupted; what was finished is in {page}")
+            save()
+        except (OSError, MemoryError) as error:
+            del records[number:]
+            figures = run.glob(f"figures/{source.name[:2]}_*")
+            for path in (executed, executed.with_suffix(".html"), *figures):
+                path.unlink(missing_ok=True)
+            with suppress(OSError, MemoryError):  # there may be room now
+                save()
+            return f"stopped: {type(error).__name__}: {error}"
+        if stop.asked and not summary["complete"]:
+            return "interrupted"
+    return None
+
+
+def main() -> int:
+    stop = prepare_process()
+    parser = make_parser()
+    options = parser.parse_args()
+    foreign = os.environ.get("PYTHONPATH")
+    try:
+        with stop.allowed():
+            from execute_notebook import PEAK_LIMIT_MB, declared_parameters, describe
+
+            notebooks = choose_notebooks(options.notebooks.absolute(), options.only, parser)
+            try:
+                known = set().union(*map(declared_parameters, notebooks))
+            except ValueError as error:
+                parser.error(str(error))
+            extra = parse_parameters(options.parameters, known, parser)
+            machine = choose_machine(options.device, parser)
+            started = datetime.datetime.now(datetime.UTC).replace(microsecond=0)
+            run = make_run_folder(options.output, started, parser)
+    except KeyboardInterrupt:
+        print("\ninterrupted before the first notebook", file=sys.stderr)
         return 130
+
+    parameters = {"device": machine["device"], "quick": options.quick} | extra
+    summary: dict[str, Any] = {"started": started.isoformat(), "seconds": 0.0, "complete": False}
+    summary |= {"machine": machine, "parameters": parameters, "peak_limit_mb": PEAK_LIMIT_MB, "notebooks": []}
+    about = f"{plain(machine['name'])}, torch {machine['torch']}, into {plain(run)}"
+    print(f"{len(notebooks)} notebooks on {about}", flush=True)
+    if foreign and foreign != os.environ["PYTHONPATH"]:
+        print("PYTHONPATH is left out; packages of your own belong into the environment", file=sys.stderr)
+
+    unfinished = run_all(notebooks, summary, run, stop)
+    if summary["notebooks"]:
+        print_table(summary["notebooks"], describe, PEAK_LIMIT_MB)
+    page = plain(os.path.relpath(run / "report.html"))
+    if unfinished:
+        print(f"\n{plain(unfinished)}; what was finished is in {page}")
+        return 130 if stop.asked else 1
     print(f"\n{page}")
-    return int(any(record["status"] != "ok" for record in records))
+    return int(any(record["status"] != "ok" for record in summary["notebooks"]))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Pairs of tensors for property tests, what a copy must leave in memory, and when it must be refused.
 
-The oracles here are brute force and share no code with lib: sets of byte addresses instead of strides.
+The oracles here are brute force and share no code with lib: byte addresses instead of strides, and what a
+dispatch mode sees instead of what was meant to run.
 """
 
 from __future__ import annotations
@@ -13,11 +14,16 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-INTEGERS = "bool uint8 int8 int16 int32 int64 uint16 uint32 uint64".split()
-FLOATS = "float16 bfloat16 float32 float64 complex32 complex64 complex128".split()
-FLOAT8S = "float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu".split()
-DTYPES = [getattr(torch, name) for name in INTEGERS + FLOATS + FLOAT8S if hasattr(torch, name)]
+from lib.copies import Call, run
+
+NAMES = (
+    *("bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"),
+    *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
+    *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
+)
+DTYPES = [getattr(torch, name) for name in NAMES if hasattr(torch, name)]
 NEGATABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 SHAPES = [(), (0,), (1,), (3,), (8,), (17,), (2, 3), (4, 1), (1, 5), (5, 0), (2, 3, 4), (1, 2, 1)]
 DST_LAYOUTS = ["contiguous", "offset", "transposed", "wider", "stepped", "column", "conj", "neg"]
@@ -159,7 +165,7 @@ def element_addresses(t: Tensor) -> list[int]:
 
 
 class View(NamedTuple):
-    """A tensor as the addresses of its elements; equal where two tensors are the same elements, seen alike."""
+    """A tensor as the addresses of its elements; equal for the same elements, seen alike."""
 
     addresses: tuple[int, ...]
     dtype: torch.dtype
@@ -209,25 +215,25 @@ def assert_copies_or_refuses(
     copy: Callable[[list[Tensor], list[Tensor]], None],
     dsts: list[Tensor],
     srcs: list[Tensor],
-    refuses: type[Exception] | None = None,
+    refuses: tuple[type[Exception], ...] = (),
     settle: Callable[[], None] = lambda: None,
 ) -> None:
     """`copy(dsts, srcs)` leaves in memory what a loop of `copy_` does, bit by bit, gaps included.
 
-    Where the pairs must be refused it raises ValueError, where `refuses` is given that error, and then leaves
-    every byte as it was. Memory is as before afterwards. `settle` evens out what may differ.
+    Where the pairs must be refused it raises ValueError, or one of `refuses` where given, and leaves every byte
+    as it was. Memory is as before afterwards. `settle` evens out what may differ.
     """
     memory = storages([*dsts, *srcs])
     before = snapshot(memory)
-    if must_refuse(dsts, srcs):
-        refuses = ValueError
+    must = bool(refuses) or must_refuse(dsts, srcs)
+    errors = refuses or (ValueError,)
     try:
         copy(dsts, srcs)
-    except refuses or ValueError:
-        assert refuses or may_refuse(dsts, srcs), "refused without need"
+    except errors:
+        assert must or may_refuse(dsts, srcs), "refused without need"
         assert same(memory, before), "refused, but something was written"
         return
-    assert refuses is None, f"expected {refuses}, nothing was raised"
+    assert not must, f"expected {errors}, nothing was raised"
     settle()
     copied = snapshot(memory)
     restore(memory, before)
@@ -236,3 +242,60 @@ def assert_copies_or_refuses(
     settle()
     assert same(memory, copied), "differs from a loop of copy_"
     restore(memory, before)
+
+
+Work = tuple[str, int, int]  # the operator as PyTorch names it, or "fused"; pairs; bytes
+
+
+class Watched(TorchDispatchMode):
+    """Notes the work of every operator that runs inside, as it would be on CUDA; `stop_at` interrupts it."""
+
+    def __init__(self, stop_at: int | None = None, host: Sequence[Tensor] = ()) -> None:
+        super().__init__()
+        self.work: list[Work] = []
+        self.n_operators, self.stop_at = 0, stop_at
+        self.host = {t.untyped_storage().data_ptr() for t in host}  # copies there are none of the device's
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        dsts = args[0] if name == "_foreach_copy_" else args[:1]
+        if name in ("copy_", "fill_", "_foreach_copy_"):
+            if self.n_operators == self.stop_at:
+                raise KeyboardInterrupt
+            self.n_operators += 1
+            srcs = args[1] if name == "_foreach_copy_" else args[1:2]
+            if dsts[0].untyped_storage().data_ptr() not in self.host:
+                self.work += self._work(name, dsts, srcs)
+        return result
+
+    def _work(self, name: str, dsts: Sequence[Tensor], srcs: Sequence) -> list[Work]:
+        pairs = [(d, s) for d, s in zip(dsts, srcs) if d.numel() and d is not s]
+        if name == "_foreach_copy_" and _fusable(dsts, srcs):
+            pairs = [(d, s) for d, s in zip(dsts, srcs) if d.numel()]
+            return [(f"aten::{name}", len(pairs), sum(d.nbytes for d, _ in pairs))] if pairs else []
+        op = "aten::fill_" if name == "fill_" else "aten::copy_"
+        return [(op, 1, d.nbytes) for d, _ in pairs]
+
+
+def _fusable(dsts: Sequence[Tensor], srcs: Sequence[Tensor]) -> bool:
+    """One dtype pair, strides equal and without gaps: PyTorch's own answer."""
+    strides = [[n for n, size in zip(t.stride(), t.shape) if size != 1] for t in (*dsts, *srcs)]
+    dense = all(map(torch.ops.aten.is_non_overlapping_and_dense, (*dsts, *srcs)))
+    one_type = len({(dst.dtype, src.dtype) for dst, src in zip(dsts, srcs)}) == 1
+    return dense and one_type and strides[: len(dsts)] == strides[len(dsts) :]
+
+
+def run_watched(calls: Sequence[Call], host: Sequence[Tensor] = ()) -> list[Work]:
+    """Run the calls; what ran, Triton kernels included, which no dispatcher sees."""
+    with Watched(host=host) as watched:
+
+        def hooked(call: Call) -> Call:
+            def launch(srcs: Sequence[Tensor]) -> None:
+                call.kept(srcs)
+                watched.work.append(("", len(call.dsts), sum(d.nbytes for d in call.dsts)))
+
+            return call._replace(kept=launch) if call.kept else call
+
+        run(map(hooked, calls))
+    return watched.work

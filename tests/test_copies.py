@@ -45,7 +45,8 @@ def dtypes(tensors: list[Tensor]) -> list[torch.dtype]:
 @properties(2_000)
 def test_they_leave_what_a_loop_of_copy_leaves_or_refuse(case: Pairs, n_constants: int):
     def planned(dsts: list[Tensor], srcs: list[Tensor]) -> None:
-        n = min(n_constants, len(dsts), len(srcs))
+        twice = len(set(map(id, dsts))) < len(dsts)
+        n = 0 if twice else min(n_constants, len(dsts), len(srcs))
         constants = list(zip(dsts[:n], srcs[:n]))
         types = dtypes(srcs[n:])[: len(dsts) - n] + [torch.int8] * (len(dsts) - len(srcs))
         plan = CopyPlan(dsts[n:], types, constants=constants, check="full")
@@ -56,7 +57,7 @@ def test_they_leave_what_a_loop_of_copy_leaves_or_refuse(case: Pairs, n_constant
     assert_copies_or_refuses(planned, *case)
 
 
-@given(pairs(mutations=FIT), st.integers(0, 1000))
+@given(pairs(mutations=(None, 3)), st.integers(0, 1000))
 @properties(500)
 def test_one_plan_serves_any_sources_of_its_shapes(case: Pairs, seed: int):
     """Strided, lazy or of another dtype: copied right, and counted."""
@@ -142,8 +143,8 @@ class Wrapper(Tensor):
     ("position", "change", "says"),
     [
         (1, lambda src: None, "topk_p: expected a tensor .*got NoneType"),
-        (0, Tensor.tolist, "seq_lens: expected a tensor .*got list"),
-        (0, Tensor.numpy, "seq_lens: expected a tensor .*got ndarray"),
+        (0, Tensor.tolist, "seq_lens: expected a tensor .*got .*list"),
+        (0, Tensor.numpy, "seq_lens: expected a tensor .*got .*ndarray"),
         (2, lambda src: src[:3], r"hidden_states: expected .*shape \(4, 3\), got \(3, 3\)"),
         (0, lambda src: src[:1], r"seq_lens: expected .*shape \(4,\), got \(1,\)"),  # copy_ would broadcast
         (2, lambda src: src.to("meta"), "hidden_states: expected .*cpu, got meta"),
@@ -221,7 +222,7 @@ def test_what_torch_refuses_leaves_the_other_pairs_unwritten(bad):
     for order in (slice(None), slice(None, None, -1)):
         first = torch.zeros(3, dtype=torch.int32)
         dsts, srcs = [first, dst][order], [torch.ones_like(first), src][order]
-        with pytest.raises(ValueError, match="pair|[01]: "):
+        with pytest.raises(ValueError, match=r"^(pair )?[01]: "):
             grouped_foreach_copy_(dsts, srcs)
         with pytest.raises(ValueError):
             CopyPlan(dsts, dtypes(srcs), check="full")(srcs)
@@ -232,17 +233,13 @@ def test_a_full_check_finds_a_source_that_lies_in_a_destination():
     dsts = buffers()
     srcs = [dst[4:] for dst in dsts]  # in rows that no destination covers
     plan_of(dsts, check="full")(srcs)
-    for check in ("full", "step"):
-        plan, section = plan_of(dsts, check=check), section_of(dsts, check=check)
-        srcs[0] = dsts[0][2:6]
-        for use in (lambda: plan(srcs), lambda: section(dict(zip(NAMES, srcs)), 4, 4)):
-            before = snapshot(dsts)
-            if check == "full":
-                with pytest.raises(ValueError, match="seq_lens: .*shares memory"):
-                    use()
-                assert same(dsts, before)
-            else:
-                use()  # not looked at, step by step
+    srcs[0] = dsts[0][2:6]
+    plan, section = plan_of(dsts, check="full"), section_of(dsts, check="full")
+    before = snapshot(dsts)
+    for use in (lambda: plan(srcs), lambda: section(dict(zip(NAMES, srcs)), 4, 4)):
+        with pytest.raises(ValueError, match=r"seq_lens: .*shares memory"):
+            use()
+    assert same(dsts, before)
 
 
 def test_the_same_destination_twice_is_left_as_by_a_loop():
@@ -363,9 +360,9 @@ a_step = st.tuples(st.integers(1, 8), st.sampled_from([1, 2, 4, 8]), st.sets(st.
     st.sampled_from([{}, {"pad_to": "buffer"}, {"pads_stay": True}]),
     st.integers(0, 1000),
 )
-@properties(150)
+@properties(60)
 def test_a_section_leaves_what_the_engines_own_lines_leave(steps, options: dict, seed: int):
-    """Ragged batches, padded and not, optional fields coming and going, sources of other dtypes and strides."""
+    """Ragged batches, padded and not; optional fields come and go, as do other dtypes and strides."""
     ours, theirs = section(), section()
     copy = ReplayCopies(ours, **options)
     for step, (batch_size, captured, missing) in enumerate(steps):
@@ -380,8 +377,8 @@ def test_a_section_leaves_what_the_engines_own_lines_leave(steps, options: dict,
             inputs[name] = None if name in missing else laid_out(layout, shape, given_dtype, seed + i)
             by_hand(theirs[name], inputs[name], batch_size, padded_to)
         copy(inputs, batch_size, captured)
-        for name in SECTION:
-            assert torch.equal(ours[name].buffer, theirs[name].buffer), (name, step)
+        written, expected = (storages([field.buffer for field in each.values()]) for each in (ours, theirs))
+        assert same(written, expected), step
 
 
 def inputs_of(fields: dict[str, StaticInput], batch_size: int) -> dict[str, Tensor]:
@@ -445,7 +442,8 @@ from copies import CopyPlan, ReplayCopies, StaticInput, grouped_foreach_copy_
 
 dsts = [torch.zeros(4, dtype=torch.int64), torch.zeros(4)]
 srcs = [torch.ones(4, dtype=torch.int64), torch.ones(4, dtype=torch.int64)]
-for copy in (lambda srcs: grouped_foreach_copy_(dsts, srcs, ["a", "b"]), CopyPlan(dsts, [torch.int64] * 2, ["a", "b"])):
+plan = CopyPlan(dsts, [torch.int64] * 2, ["a", "b"])
+for copy in (lambda srcs: grouped_foreach_copy_(dsts, srcs, ["a", "b"]), plan):
     copy(srcs)
     assert all(dst.eq(1).all() for dst in dsts)
     for bad in (None, [1, 2, 3, 4], srcs[1][:2], srcs[1].to("meta")):

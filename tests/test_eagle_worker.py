@@ -42,7 +42,7 @@ def reference(prompt: tuple[int, ...]):
 
 
 def make_worker(strategy="grouped_foreach_dma", options=None, **overrides) -> EagleWorker:
-    config = EagleConfig.tiny(**{"dtype": torch.float32, **overrides})
+    config = EagleConfig.tiny(**{"dtype": torch.float32, "max_context_len": 128, **overrides})
     return EagleWorker(config, *models(config.dtype), strategy, **(options or {}))
 
 

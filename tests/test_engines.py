@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lib.copies import ReplayCopies
-from lib.engines import CSV, engines, table
+from lib.engines import CSV, TABLE, engines, table
 from lib.launches import launches
 
 ENGINES = engines()
@@ -39,7 +39,7 @@ def test_nothing_here_makes_more_launches_than_field_by_field(name):
     for n in (16, 13):
         step = engine.step(n, 16)
         staged = sum(field.way == "upload, copy_" for field in engine.fields.values())
-        counts = {way: len(launches(calls)) for way, calls in engine.ways(n, 16).items()}
+        counts = {way: len(launches(engine.calls(n, 16, route))) for way, route in TABLE.items()}
         assert max(counts.values()) <= len(step.fills) + len(step.pairs) + staged
         assert counts["fused"] <= counts["ReplayCopies"]
         assert counts["PackedInputs"] <= counts["ReplayCopies"]
@@ -55,7 +55,7 @@ def test_static_inputs_are_what_replay_copies_needs(name):
     copies = ReplayCopies(static_inputs)
     n = 16 if engine.comes_padded else 13
     inputs = {field: static.between(0, n).clone() for field, static in copies.fields.items()}
-    made, counted = copies.calls(inputs, n, 16), engine.calls_with("copy_plan", 13, 16)
+    made, counted = copies.calls(inputs, n, 16), engine.calls(13, 16, "copy_plan")
     assert [launch.kind for launch in launches(made)] == [launch.kind for launch in launches(counted)]
 
 

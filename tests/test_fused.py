@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 from importlib.util import find_spec
 
 import pytest
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from lib import fused
 from lib.fused import BLOCK, MAX_PAIRS, FusedLaunch, describe
-from tests.tensors import Pairs, assert_copies_or_refuses, pairs, properties, random_values
+from tests.tensors import DTYPES, Pairs, assert_copies_or_refuses, pairs, properties, random_values
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 CASES = int(os.environ.get("FUSED_CASES", "200"))  # the interpreter is slow; 2,000 by hand
@@ -54,14 +55,32 @@ def test_bytes_are_those_of_a_loop_of_copy(case: Pairs):
     for src in srcs:
         if src.dtype == torch.bfloat16:
             _without_denormals(src)
-    converted = [dst for dst, src in zip(dsts, srcs) if dst.dtype != src.dtype and dst.is_floating_point()]
-    converted = [dst for dst in converted if dst.element_size() > 1]
+    settle = partial(_settle, [dst for dst, src in zip(dsts, srcs) if dst.dtype != src.dtype])
+    assert_copies_or_refuses(copy, dsts, srcs, settle=settle)
 
-    def settle() -> None:
-        for dst in converted:
+
+def _settle(converted: list[Tensor]) -> None:
+    for dst in converted:
+        if dst.is_floating_point() and dst.element_size() > 1:
             dst.masked_fill_(dst.isnan(), torch.nan)
 
-    assert_copies_or_refuses(copy, dsts, srcs, settle=settle)
+
+@needs_triton
+@pytest.mark.filterwarnings("ignore:.*in cast", "ignore:ComplexHalf")
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if not dtype.is_complex and dtype.itemsize > 1])
+def test_any_bits_of_a_dtype_convert_as_copy_does(dtype: torch.dtype):
+    source = random_values((700, 3), dtype, 0)
+    if dtype == torch.bfloat16:
+        _without_denormals(source)
+    for src in (source, source[:, 1]):
+        dsts = [torch.zeros(src.shape, dtype=other) for other in DTYPES]
+        dsts = [dst for dst in dsts if describe(dst, src) is not None]
+        assert len(dsts) >= 3
+        FusedLaunch(dsts, [src] * len(dsts))([src] * len(dsts))
+        expected = [torch.zeros_like(dst).copy_(src) for dst in dsts]
+        _settle([dst for dst in [*dsts, *expected] if dst.dtype != dtype])
+        for dst, right in zip(dsts, expected):
+            assert torch.equal(dst.view(torch.uint8), right.view(torch.uint8)), dst.dtype
 
 
 def edges(device: str) -> tuple[list[Tensor], list[Tensor]]:
@@ -112,7 +131,7 @@ COMPLEX = ONE.to(torch.complex64)
 REFUSED = {
     "empty": (ONE[:0], ONE[:0]),
     "float to integer": (ONE.long(), ONE),
-    "float to bool": (ONE.bool(), ONE),
+    "to bool": (ONE.bool(), ONE.byte()),
     "complex to float": (ONE, COMPLEX),
     "to fp8": (ONE.to(torch.float8_e4m3fn), ONE),
     "a conjugate bit": (COMPLEX, COMPLEX.conj()),
@@ -124,7 +143,7 @@ REFUSED = {
 }
 TAKEN = {
     "int32 from int64": (ONE.int(), ONE.long()),
-    "bool from int64": (ONE.bool(), ONE.long()),
+    "uint8 from bool": (ONE.byte(), ONE.bool()),
     "bfloat16 from float32": (ONE.bfloat16(), ONE),
     "float64 from bool": (ONE.double(), ONE.bool()),
     "fp8": (ONE.to(torch.float8_e5m2), ONE.to(torch.float8_e5m2)),

@@ -2,18 +2,18 @@
 
 import base64
 import copy
-import json
 from html.parser import HTMLParser
-from pathlib import Path
 
+import execute_notebook
 import pytest
+import report
+import tiny_notebooks
+from command_line import write_json
 
-from lib import evidence
-from scripts import report
+from lib.workbench import evidence
+from lib.workbench import notebook as cells
 
-PNG = base64.b64decode(
-    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="
-)
+PNG = base64.b64decode(tiny_notebooks.PNG)
 
 
 def notebook(stem: str, **changes) -> dict:
@@ -40,7 +40,7 @@ SUMMARY = {
                 {
                     "name": "dot",
                     "alt": "A `dot` <small>",
-                    "evidence": "modelled · V100 · torch 2.13.0 · 2026-11-29",
+                    "evidence": "modelled · V100 · torch 2.13.0 · 2026-11-29\ncounted · shapes alone",
                     "file": "figures/00_dot.png",
                 }
             ],
@@ -89,10 +89,10 @@ class Page(HTMLParser):
 def write(tmp_path):
     def write_page(summary: dict) -> Page:
         for kind in ("figures", "notebooks"):
-            (tmp_path / kind).mkdir()
+            (tmp_path / kind).mkdir(exist_ok=True)
         (tmp_path / "figures/00_dot.png").write_bytes(PNG)
         (tmp_path / "notebooks/00_first.html").write_text("executed")
-        report.write_json(tmp_path / "summary.json", summary)
+        write_json(tmp_path / "summary.json", summary)
         return Page(report.write(tmp_path).read_text(encoding="utf-8"))
 
     return write_page
@@ -109,7 +109,7 @@ def test_the_page_stands_alone_and_links_to_what_is_there(write, tmp_path):
     ]  # no network; no link to what is missing
     assert all((tmp_path / link).exists() for link in links)
     html = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert "http" not in html and "url(" not in html and "<script" not in html
+    assert "http:" not in html and "https:" not in html and "url(" not in html and "<script" not in html
 
 
 def test_numbers_tables_figures_and_claims_are_told(write):
@@ -139,6 +139,7 @@ def test_each_kind_of_number_says_what_it_stands_on(write):
         "counted",
         "A CPU · torch 2.13.0 · 2026-11-29: host us saved",
         "V100 · torch 2.13.0 · 2026-11-29: dot",
+        "dot, launches per copy, launch table",
     ):
         assert told in rests, told
     assert "recorded" not in rests  # nothing was
@@ -163,20 +164,41 @@ def test_an_empty_run_has_a_page(write):
     assert "No results yet." in write(SUMMARY | {"notebooks": []}).text
 
 
-def test_json_is_written_whole_or_not_at_all(tmp_path):
-    file = tmp_path / "summary.json"
-    report.write_json(file, {"kept": "µs"})
-    with pytest.raises(TypeError):
-        report.write_json(file, {"bad": object()})
-    assert json.loads(file.read_text(encoding="utf-8")) == {"kept": "µs"} and list(tmp_path.iterdir()) == [
-        file
-    ]
+HOSTILE = "</code></td><script>alert(1)</script><img src=x onerror=alert(1)> $x$ `\"'` \x1b[31m\u202e"
 
 
-def test_scripts_and_notebooks_agree_on_how_results_are_handed_over(monkeypatch, capsys):
-    monkeypatch.syspath_prepend(Path(report.__file__).parent)
-    import execute_notebook
+def test_a_name_is_text_wherever_it_comes_from(write, tmp_path):
+    summary = copy.deepcopy(SUMMARY) | {"parameters": {"quick": True, HOSTILE: HOSTILE}}
+    summary["machine"] |= {"name": HOSTILE, "system": HOSTILE}
+    first, second = summary["notebooks"]
+    first |= {"title": HOSTILE, "claims": [HOSTILE], "status": HOSTILE}
+    first["figures"][0] |= {"alt": HOSTILE, "evidence": f"modelled · {HOSTILE}"}
+    first["results"] += [result(HOSTILE, HOSTILE, HOSTILE, HOSTILE), result("a", [{HOSTILE: HOSTILE}])]
+    second |= {"notebook": HOSTILE, "error": {"cell": HOSTILE, "heading": HOSTILE, "message": HOSTILE}}
+    page = write(summary)
+    html = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert html.count("<img ") == 1 and "<script" not in html and "default-src 'none'" in html
+    assert not [char for char in html if not char.isprintable() and char != "\n"]
+    assert page.alts == [HOSTILE.replace("\x1b", "\\x1b").replace("\u202e", "\\u202e")]
+    assert page.text.count("<script>alert(1)</script>") > 10
 
+
+@pytest.mark.parametrize(
+    "file", ["../secret.png", "figures/../secret.png", "{root}/secret.png", "figures/link.png"]
+)
+def test_a_figure_comes_from_the_folder_of_the_run_only(write, tmp_path, file):
+    secret = tmp_path / "secret.png"
+    secret.write_bytes(PNG + b"secret")
+    summary = copy.deepcopy(SUMMARY)
+    summary["notebooks"][0]["figures"][0]["file"] = file.format(root=tmp_path)
+    (tmp_path / "figures").mkdir()
+    (tmp_path / "figures" / "link.png").symlink_to(secret)
+    page = write(summary)
+    assert page.alts == [] and "No picture in" in page.text
+    assert not [reference for reference in page.references if "secret" in reference or "data:" in reference]
+
+
+def test_scripts_and_notebooks_agree_on_how_results_are_handed_over(capsys):
     assert execute_notebook.RESULT_MIME == evidence.RESULT_MIME and set(report.KINDS) == set(evidence.KINDS)
-    evidence.check("it holds", True)
+    cells.start().claim("it holds", True)
     assert capsys.readouterr().out == f"{execute_notebook.CLAIM_MARK}it holds\n"

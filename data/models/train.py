@@ -9,7 +9,6 @@ held-out prompts are written beside them.
 import argparse
 import csv
 import hashlib
-import hashlib
 import random
 import time
 from pathlib import Path

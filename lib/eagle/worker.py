@@ -271,14 +271,16 @@ class EagleWorker:
         first = self.target.lm_head(features[:, -1:]).argmax(-1)
         shifted = self.target.embed(torch.cat((tokens[:, 1:], first), dim=1))
         attention = PoolAttention(self.draft_model.kv, slots, slots, mask)
-        hidden = self.draft_model.head(shifted, features, positions, attention)[:, -1]
+        hidden = self.draft_model.head(shifted, features, positions, attention)
+        hidden = hidden[:, -1]
         logits = self.target.lm_head(hidden)
         request.draft_input = DraftInput(*first_level(logits, self.config.topk), hidden)
         request.output = first[0].tolist()
 
     def _speculate(self, slots: list[int]) -> tuple[Tensor, DraftInput]:
         """Draft, verify and draft-extend with these slots; returns what `_extend` does."""
-        topk, num_steps = self.config.topk, self.config.num_steps
+        topk = self.config.topk
+        num_steps = self.config.num_steps
         # A request's branches, and after the draft its nodes, take the first of its slots.
         step_slots = self._tensor(slots).view(len(self.running), -1)
         node_slots = step_slots[:, : self.config.num_draft_tokens]
@@ -368,7 +370,11 @@ class EagleWorker:
         out = self._replay("extend", self.extend, batch)
         if "select_index" in self.extend.buffers.names:  # the graph itself has picked the rows
             last = torch.arange(bs, device=self.device)
-        draft_input = DraftInput(out.topk_p[last], out.topk_index[last], out.hidden_states[last])
+        draft_input = DraftInput(
+            out.topk_p[last],
+            out.topk_index[last],
+            out.hidden_states[last],
+        )
         rows = torch.cat((counts[:, None], tokens, slots), dim=1)
         return rows, draft_input
 

@@ -7,77 +7,25 @@ a floor plus its bytes at a rate. Nothing else is modelled: no caches, no conten
 
 from __future__ import annotations
 
+import csv
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 
 from lib.profiles.bursts import burst_copies, find_copy_bursts
-from lib.profiles.traces import COPY, DEVICE_KINDS, is_foreach
+from lib.profiles.traces import DEVICE_KINDS, is_foreach
 
 DEVICES = Path(__file__).resolve().parents[2] / "data" / "devices"
-SMALL, LARGE = (
-    16 << 10,
-    256 << 10,
-)  # bytes: below, a copy takes its floor (5 % more at 300 GB/s); from there on it may not
-FASTEST_GB_PER_S = 4000  # no memory of 2026 copies faster: 8 TB/s, each byte read and written
-
-
-class Meaning(NamedTuple):
-    """What a figure is, and what is assumed where a trace does not tell it: `base` (a figure or a number) times
-    factor, between base times low and base times high."""
-
-    what: str
-    base: str | float
-    factor: float
-    low: float
-    high: float
-    why: str
-
-
-# Every figure of a profile, in us or GB/s (1e9 payload bytes a second); one stands after its base.
-FIGURES = {
-    "memcpy_floor_us": Meaning("device-to-device memcpy of a few bytes", 1.5, 1, 0.7, 3, "1.3 (V100) to 4.4 (MI300X)"),
-    "memcpy_gb_per_s": Meaning("its rate, from 256 KiB on", 400, 1, 0.5, 5, "V100 345, A100 482 and 757, H100 1,530"),
-    "gap_us": Meaning("end of an operation to the start of the next in the queue", "memcpy_floor_us", 0.7, 0, 1.3,
-        "V100: 0.9 us between copies of 1.3 us; none on an MI300X"),
-    "elementwise_floor_us": Meaning("copy kernel over a few elements", "memcpy_floor_us", 1.1, 0.7, 2, "V100, B300"),
-    "elementwise_gb_per_s": Meaning("its rate", "memcpy_gb_per_s", 1, 0.5, 1.5, "both are bound by memory"),
-    "foreach_floor_us": Meaning("fused foreach kernel over a few elements", "elementwise_floor_us", 1.1, 0.5, 1.5,
-        "six calls recorded on a B300 and on MI300X"),
-    "foreach_gb_per_s": Meaning("its rate", "memcpy_gb_per_s", 0.33, 0.1, 1,
-        "about 3x slower for hidden_states in sglang pull request 28465"),
-    "fused_floor_us": Meaning("one Triton kernel for all pairs, over a few elements", "foreach_floor_us", 1, 0.7, 1.5,
-        "it reads a table of pointers, too"),
-    "fused_gb_per_s": Meaning("its rate", "memcpy_gb_per_s", 0.5, 0.1, 1, "few blocks a pair"),
-    "fill_floor_us": Meaning("fill kernel over a few elements", "elementwise_floor_us", 1, 0.8, 1.5,
-        "it is an elementwise kernel"),
-    "fill_gb_per_s": Meaning("bytes written", "elementwise_gb_per_s", 2, 1, 3, "it writes, and reads nothing"),
-    "htod_floor_us": Meaning("memcpy from or to the host, of a few bytes", 1, 1, 0.7, 4, "H100: 0.75 to 3 us"),
-    "htod_gb_per_s": Meaning("its rate", 25, 1, 0.2, 2.2, "H100, pinned: 28 GB/s; pageable memory is slower"),
-    "host_launch_us": Meaning("runtime call of a kernel launch", "memcpy_floor_us", 4, 2, 8,
-        "V100: 5.2 us beside copies of 1.3 us; hosts differ"),
-    "host_memcpy_us": Meaning("runtime call of a memcpy", "host_launch_us", 0.9, 0.6, 1.5, "V100 and A100"),
-    "host_copy_us": Meaning("aten::copy_ with its runtime call, without Python", "host_memcpy_us", 1.6, 1.4, 4,
-        "V100; 4 on a slow host"),
-    "host_between_us": Meaning("what the program does between two copies", "host_copy_us", 0.1, 0, 1,
-        "V100: 0.7 us in a loop inside C++; Python takes longer"),
-    "host_foreach_us": Meaning("aten::_foreach_copy_ with one launch, without its tensors", "host_launch_us", 2.5, 1, 5,
-        "six calls recorded on a B300 and on MI300X, from warm to cold"),
-    "host_foreach_tensor_us": Meaning("each tensor of it", "host_launch_us", 0.15, 0.1, 0.3,
-        "aten::_foreach_add_ of optimizers: V100 0.66 us for each of 161, MI300X 0.8 for each of 62"),
-    "host_fill_us": Meaning("aten::fill_ around a launch", "host_copy_us", 1.3, 0.8, 1.6, "V100 and A100"),
-    "host_triton_us": Meaning("launch of a Triton kernel from Python", "host_copy_us", 2, 1, 4,
-        "the launcher runs in Python; no trace at hand shows one"),
-    "host_graph_us": Meaning("runtime call of a graph launch", "host_launch_us", 7, 3, 200,
-        "A100: 27 us against 4 us; B300: 980 us, recorded with stacks"),
-    "launch_latency_us": Meaning("start of a runtime call to the start of its work on an idle stream",
-        "host_launch_us", 1.3, 0.9, 2, "V100: 6.5 us at calls of 5.2 us"),
-}  # fmt: skip
+# Every figure of a profile, in us or GB/s (1e9 payload bytes a second), after those that it rests on: what it is;
+# of which device events (`where`) it is which value, and the percentiles for low, value and high; and what is
+# assumed where a trace does not tell it: a base (another figure, or a number) times factor, low and high.
+with open(DEVICES / "figures.csv", encoding="utf-8", newline="") as _file:
+    FIGURES = {row["figure"]: row for row in csv.DictReader(_file)}
 
 
 @dataclass(frozen=True)
@@ -89,6 +37,11 @@ class Figure:
     high: float
     source: str
 
+    @classmethod
+    def of(cls, low: float, value: float, high: float, source: str) -> Figure:
+        low, value, high = (float(f"{number:.4g}") for number in (low, value, high))
+        return cls(value, min(low, value), max(high, value), source)
+
 
 @dataclass(frozen=True)
 class DeviceProfile:
@@ -97,8 +50,7 @@ class DeviceProfile:
     figures: each of FIGURES.
     unknown: the figures that the trace could not tell, each of which is an assumption with its range.
     error: regime ("host-bound", "queued", "blocked") -> median absolute relative error of burst spans, each
-        predicted by a profile fitted without it (see `validate`); a regime that the trace does not show is
-        missing.
+        predicted by a profile fitted without it (see `validate`); a regime that the trace lacks is missing.
     """
 
     name: str
@@ -150,49 +102,37 @@ class DeviceProfile:
             raise ValueError(f"device profile {name}: expected one of {cls.available()}, or a file")
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
-            given = {
-                figure: Figure(**raw["figures"][figure]) for figure in FIGURES if figure in raw["figures"]
-            }
-            figures = _with_assumptions(given)
-            unknown = [figure for figure in FIGURES if figure in raw["unknown"] or figure not in given]
-            profile = cls(**raw | {"figures": figures, "unknown": tuple(unknown)})
-            _check(profile, raw["unknown"])
+            given = {name: Figure(**raw["figures"][name]) for name in FIGURES if name in raw["figures"]}
+            unknown = tuple(name for name in FIGURES if name not in given or name in raw["unknown"])
+            profile = cls(**raw | {"figures": _assumed(given), "unknown": unknown})
+            _check(profile)
             return profile
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise ValueError(f"{path}: not a device profile: {error!r}") from error
 
 
-def _check(profile: DeviceProfile, unknown: object) -> None:
+def _check(profile: DeviceProfile) -> None:
     for name, figure in profile.figures.items():
-        least = 1e-9 if name.endswith("per_s") else 0
-        if not 0 <= figure.low <= figure.value <= figure.high < np.inf or figure.low < least:
+        positive = figure.low > 0 or not name.endswith("per_s")
+        if not (positive and 0 <= figure.low <= figure.value <= figure.high < math.inf):
             raise ValueError(f"{name}: expected 0 <= low <= value <= high, a rate above 0, got {figure}")
-    texts = [profile.name, profile.device, profile.source, profile.date]
-    if not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"name, device, source, date: expected texts, got {texts}")
-    if not isinstance(unknown, list) or not set(unknown) <= set(FIGURES):
-        raise ValueError(f"unknown: expected a list of figures, got {unknown}")
-    errors = profile.error or {}
-    if not all(type(error) in (int, float) and 0 <= error < np.inf for error in errors.values()):
-        raise ValueError(f"error: expected a number from 0 on for each regime, got {errors}")
+    for field in ("name", "device", "source", "date"):
+        if not isinstance(getattr(profile, field), str):
+            raise ValueError(f"{field}: expected text, got {getattr(profile, field)}")
+    for regime, error in (profile.error or {}).items():
+        if not 0 <= error < math.inf:
+            raise ValueError(f"error: expected a number from 0 on for {regime}, got {error}")
 
 
-def _with_assumptions(found: dict[str, Figure]) -> dict[str, Figure]:
-    """The figures of FIGURES, in their order: those found, and for the others what is assumed."""
+def _assumed(found: dict[str, Figure]) -> dict[str, Figure]:
+    """Every figure of FIGURES: as found, or else as assumed."""
     figures = {}
-    for name, meaning in FIGURES.items():
-        base = figures[meaning.base].value if isinstance(meaning.base, str) else meaning.base
-        why = f"assumed: {meaning.factor} times {meaning.base}; {meaning.why}"
-        figures[name] = found.get(name) or _figure(
-            base * np.array([meaning.low, meaning.factor, meaning.high]), why
-        )
+    for name, row in FIGURES.items():
+        base = figures[row["base"]].value if row["base"] in figures else float(row["base"])
+        ends = [base * float(row[column]) for column in ("low", "factor", "high")]
+        why = f"assumed: {row['factor']} times {row['base']}; {row['why']}"
+        figures[name] = found.get(name) or Figure.of(*ends, why)
     return figures
-
-
-def _figure(ends: Sequence[float], source: str) -> Figure:
-    """Of low, value and high."""
-    low, value, high = (float(f"{end:.4g}") for end in ends)
-    return Figure(value, min(low, value), max(high, value), source)
 
 
 def fit_profile(
@@ -202,7 +142,7 @@ def fit_profile(
     date: str = "",
     without: pd.Index | None = None,
 ) -> DeviceProfile:
-    """Read a profile out of one trace, or several of the same kind of device; see FIGURES for what none tells.
+    """Read a profile out of one trace, or several of alike machines; what they cannot tell is assumed (FIGURES).
 
     Args:
         source: where the trace came from; the file's name by default.
@@ -212,127 +152,66 @@ def fit_profile(
     Raises:
         ValueError: no device-to-device memcpy of known size.
     """
-    traces = [traces] if isinstance(traces, pd.DataFrame) else list(traces)
-    device = pd.concat([_device_side(trace, without) for trace in traces], ignore_index=True)
-    host = pd.concat([trace.loc[trace["kind"] == "runtime", ["name", "dur_us"]] for trace in traces])
-    if not (device["kind"].eq("memcpy") & device["bytes"].notna()).any():
-        where = traces[0].attrs.get("source", "trace")
-        raise ValueError(f"{where}: no device-to-device memcpy of known size to fit a profile from")
-    found = _device_figures(device)
-    figures = _with_assumptions(found | _host_figures(device, host))
-    figures |= _foreach_figures(device, figures)
-    figures = _with_assumptions({name: f for name, f in figures.items() if f.source.startswith("fitted")})
-    unknown = tuple(name for name, figure in figures.items() if figure.source.startswith("assumed"))
+    traces = [traces] if isinstance(traces, pd.DataFrame) else traces
     about = traces[0].attrs
+    device = pd.concat([_device_side(trace, without) for trace in traces], ignore_index=True)
+    if device.query("kind == 'memcpy'").bytes.isna().all():
+        where = about.get("source", "trace")
+        raise ValueError(f"{where}: no device-to-device memcpy of known size to fit a profile from")
+    found = {}
+    for figure, row in FIGURES.items():
+        known = {name: figure.value for name, figure in _assumed(found).items()}
+        values = _values(device, row, known)
+        if len(values):
+            low, middle, high = row["percentiles"].split()
+            middle = values.mean() if middle == "mean" else np.percentile(values, float(middle))
+            low, high = np.percentile(values, [float(low), float(high)])
+            found[figure] = Figure.of(
+                low, middle, high, f"fitted: {row['value']} where {row['where']}, n={len(values)}"
+            )
     source = source or ", ".join(trace.attrs.get("source", "") for trace in traces)
     source += "; times in whole us" if about.get("resolution_us") == 1.0 else ""
-    profile = DeviceProfile(name, about.get("device", ""), source, date, figures, unknown)
+    unknown = tuple(name for name in FIGURES if name not in found)
+    profile = DeviceProfile(name, about.get("device", ""), source, date, _assumed(found), unknown)
     if without is not None:
         return profile
     checked = pd.concat([validate(trace) for trace in traces]).dropna()
-    error = checked["error"].abs().groupby(checked["regime"]).median().round(4).to_dict()
+    error = checked.error.abs().groupby(checked.regime).median().round(4).to_dict()
     return replace(profile, error=error)
 
 
+def _values(device: pd.DataFrame, row: dict[str, str], known: dict[str, float]) -> np.ndarray:
+    """The values of a row of FIGURES among device events; it may name figures before it by @name."""
+    if not row["where"]:
+        return np.array([])
+    some = device.query(row["where"], local_dict=known, engine="python")
+    return some.eval(row["value"], local_dict=known, engine="python").dropna().to_numpy(float)
+
+
 def _device_side(trace: pd.DataFrame, without: pd.Index | None) -> pd.DataFrame:
-    """Device events with their calls; `after_copy`: the one before on the stream was a memcpy, as this one is."""
+    """Device events, one row each, with what `where` and `value` of FIGURES name beside their columns.
+
+    alone: the first work of a call that is in no foreach call. own: likewise, and neither of a graph nor after a
+    wait for another stream. after_copy: the one before on the stream was a memcpy, as this one is. op_before_us:
+    when that one's operator ended. fused: a foreach kernel. smallest: the bytes of the smallest memcpy.
+    """
     device = burst_copies(trace, min_copies=1, kinds=DEVICE_KINDS)
-    before = device.groupby("track")
-    device["after_copy"] = device["kind"].eq("memcpy") & before["kind"].shift().eq("memcpy")
-    device["hidden"] = device.index.isin(() if without is None else without)
+    names = {"name": str, "kind": str, "call": str, "op": str}
+    device = device.astype(names)
+    before = device.groupby("track").shift()
+    hidden = pd.Series(device.index.isin(() if without is None else without), device.index)
     # neither those events, nor what their ends say about the events after them
-    device["ready_us"] = device["ready_us"].where(~device.groupby("track")["hidden"].shift(fill_value=False))
-    return device[~device["hidden"]]
-
-
-def _device_figures(device: pd.DataFrame) -> dict[str, Figure]:
-    # work of a graph follows no call of its own, and a wait for another stream is no gap
-    own = device[
-        device["leads"] & device["released_us"].isna() & ~device["call"].astype(str).str.contains("Graph")
-    ]
-    waiting = own[own["call_end_us"] < own["ready_us"]]
-    waiting = waiting[waiting["after_copy"]] if waiting["after_copy"].sum() >= 10 else waiting
-    gap = (waiting["start_us"] - waiting["ready_us"]).clip(lower=0)
-    gap = gap[gap <= 10 * max(gap.median(), 1)]
-    late = own[own["call_end_us"] > own["ready_us"]]
-    latency = late["start_us"] - late["call_start_us"]
-    names = device["name"].astype(str)
-    kernels = device[names.str.contains("elementwise_kernel")]
-    copies = device[device["kind"].eq("copy_kernel") & (device["bytes"] <= SMALL)]
-    few = len(copies) < 5
-    found = {
-        **_transfer(device[device["kind"] == "memcpy"], "memcpy"),
-        **_transfer(device[device["kind"] == "memcpy_htod"], "htod"),
-        "gap_us": _fitted(gap, "work that waited on the stream, mean", mean=True),
-        "launch_latency_us": _fitted(latency[latency >= 0], "25th percentile on idle streams", (5, 25, 50)),
-        "elementwise_floor_us": _fitted(kernels["dur_us"], "5th percentile of elementwise_kernel", (1, 5, 25))
-        if few
-        else _fitted(copies["dur_us"], "copy kernels of at most 16 KiB"),
-        "fill_floor_us": _fitted(
-            device["dur_us"][names.str.contains("FillFunctor")], "5th percentile of FillFunctor", (1, 5, 25)
-        ),
-    }
-    return {name: figure for name, figure in found.items() if figure}
-
-
-def _transfer(copies: pd.DataFrame, name: str) -> dict[str, Figure | None]:
-    """Floor and rate of memcpys: the floor from the smallest, the rate from what lasts well beyond it."""
-    copies = copies[copies["bytes"].notna()]
-    small = copies[copies["bytes"] <= min(max(2048, copies["bytes"].min()), SMALL)]
-    floor = _fitted(small["dur_us"], f"memcpys of at most {small['bytes'].max():.0f} bytes")
-    least = floor.value if floor else 0
-    long = copies[(copies["bytes"] >= LARGE) & (copies["dur_us"] >= 3 * least)]
-    payload = long["dur_us"] - least
-    rates = long["bytes"] / payload / 1e3
-    rate = _fitted(rates, "memcpys of at least 256 KiB and three floors")
-    if rate:  # weighs long copies more
-        rate = replace(rate, value=float(f"{long['bytes'].sum() / payload.sum() / 1e3:.4g}"))
-        rate = replace(rate, low=min(rate.low, rate.value), high=max(rate.high, rate.value))
-    if rate and rate.value > FASTEST_GB_PER_S:
-        rate = None
-    return {f"{name}_floor_us": floor, f"{name}_gb_per_s": rate}
-
-
-def _host_figures(device: pd.DataFrame, host: pd.DataFrame) -> dict[str, Figure]:
-    alone = device[device["leads"] & device["foreach_us"].isna()]
-    copies = alone[alone["kind"].isin(("memcpy", "copy_kernel"))]
-    by_torch = copies[copies["op"] == COPY]
-    between = by_torch["op_start_us"] - (by_torch["op_start_us"] + by_torch["op_us"]).shift()
-    between = between[by_torch["after_copy"] & (between >= 0)]
-    calls = host["name"].astype(str)
-    found = {
-        "host_copy_us": _fitted(by_torch["op_us"], "aten::copy_ around a copy on the device"),
-        "host_between_us": _fitted(between, "end of one aten::copy_ to the next"),
-        "host_memcpy_us": _fitted(copies["call_us"][copies["kind"] == "memcpy"], "runtime calls of memcpys"),
-        "host_launch_us": _fitted(host["dur_us"][calls.str.contains("LaunchKernel")], "LaunchKernel"),
-        "host_graph_us": _fitted(host["dur_us"][calls.str.contains("GraphLaunch")], "GraphLaunch"),
-        "host_fill_us": _fitted(alone["op_us"][alone["op"] == "aten::fill_"], "aten::fill_ around a launch"),
-    }
-    return {name: figure for name, figure in found.items() if figure}
-
-
-def _foreach_figures(device: pd.DataFrame, figures: dict[str, Figure]) -> dict[str, Figure]:
-    """From `_foreach_copy_` calls on the fast route, whose number of tensors was recorded."""
-    kernels = device[device["foreach_tensors"].notna() & device["name"].astype(str).map(is_foreach)]
-    small = kernels["dur_us"] <= 3 * figures["elementwise_floor_us"].value  # a longer one moved bytes
-    calls = kernels.drop_duplicates("foreach_start_us")
-    one = calls["foreach_us"] - calls["foreach_tensors"] * figures["host_foreach_tensor_us"].value
-    found = {
-        "foreach_floor_us": _fitted(kernels["dur_us"][small], "kernels of _foreach_copy_", (0, 50, 100)),
-        "host_foreach_us": _fitted(one[one > 0], "_foreach_copy_ less its tensors", (0, 50, 100)),
-    }
-    return {name: figure for name, figure in found.items() if figure}
-
-
-def _fitted(
-    values: pd.Series, what: str, percentiles: tuple[int, int, int] = (25, 50, 75), mean: bool = False
-) -> Figure | None:
-    """Percentiles of measured values, their mean instead of the middle one; None where there are none."""
-    values = values.dropna().to_numpy(float)
-    if not len(values):
-        return None
-    low, middle, high = np.percentile(values, percentiles)
-    return _figure((low, values.mean() if mean else middle, high), f"fitted: {what}, n={len(values)}")
+    device["ready_us"] = device.ready_us.mask(hidden.groupby(device.track).shift(fill_value=False))
+    device["after_copy"] = (device.kind == "memcpy") & (before.kind == "memcpy")
+    device["op_before_us"] = before.op_start_us + before.op_us
+    device["alone"] = device.leads & device.foreach_us.isna()
+    device["own"] = device.leads & device.released_us.isna() & ~device.call.str.contains("Graph")
+    device["fused"] = device.name.map(is_foreach).astype(bool)
+    device["foreach_tensors"] = (
+        device.foreach_inputs.astype(str).str.extract(r"^(\d+) ", expand=False).astype(float)
+    )
+    device["smallest"] = device.bytes.where(device.kind == "memcpy").min()
+    return device[~hidden]
 
 
 def validate(trace: pd.DataFrame, min_copies: int = 4) -> pd.DataFrame:
@@ -372,12 +251,12 @@ def _play(device: pd.DataFrame, modelled: pd.Index, profile: DeviceProfile) -> t
     and gaps before i, it becomes start[i] = done[i] + max over j <= i of (call[j] + latency - done[j]).
     """
     device = device.sort_values(["track", "start_us"], kind="stable")
-    model = profile["memcpy_floor_us"] + device["bytes"].fillna(0) / (profile["memcpy_gb_per_s"] * 1e3)
-    duration = device["dur_us"].where(~device.index.isin(modelled), model)
-    earliest = device["call_start_us"] + profile["launch_latency_us"]
-    earliest = pd.concat([earliest, device["released_us"]], axis=1).max(axis=1).fillna(-np.inf)
-    earliest = earliest.where(device.duplicated("track"), device["start_us"])  # where the recording begins
+    model = profile["memcpy_floor_us"] + device.bytes.fillna(0) / (profile["memcpy_gb_per_s"] * 1e3)
+    duration = device.dur_us.where(~device.index.isin(modelled), model)
+    launched = device.call_start_us + profile["launch_latency_us"]
+    earliest = np.fmax(launched, device.released_us).fillna(-np.inf)
+    earliest = earliest.where(device.duplicated("track"), device.start_us)  # where the recording begins
     step = duration + profile["gap_us"]
-    done = step.groupby(device["track"]).cumsum() - step
-    start = done + (earliest - done).groupby(device["track"]).cummax()
+    done = step.groupby(device.track).cumsum() - step
+    start = done + (earliest - done).groupby(device.track).cummax()
     return start, start + duration

@@ -16,12 +16,14 @@ from IPython.display import display
 from matplotlib.figure import Figure
 from tqdm.auto import tqdm
 
+from lib.profiles import load_trace
 from lib.workbench import plots, recordings, timing
 from lib.workbench.evidence import KINDS, RESULT_MIME, choose_device, device_name, label, plain
 from lib.workbench.step import Range
 from lib.workbench.timing import Timing, Way
 
-EXERCISES = Path(__file__).resolve().parents[2] / "notebooks" / "exercises.yml"
+ROOT = Path(__file__).resolve().parents[2]
+EXERCISES, TRACES = ROOT / "notebooks" / "exercises.yml", ROOT / "data" / "traces"
 ADMITTED = {  # parameter -> a range of whole numbers, the choices, or a type
     "device": ("auto", "cpu", "cuda"),
     "quick": (True, False),
@@ -112,6 +114,8 @@ class Lab:
         """Evidence in words: of "measured", "counted", a profile or recording, a ready text, or a list."""
         if isinstance(evidence, list):
             return "\n".join(self.label(part) for part in evidence)
+        if isinstance(evidence, pd.DataFrame):
+            return evidence.attrs["label"]
         if hasattr(evidence, "label"):
             return evidence.label()
         on = {"measured": self.on, "counted": "by PyTorch's rules, for any CUDA device"}
@@ -119,6 +123,13 @@ class Lab:
 
     def show(self, fig: Figure, name: str, alt: str, evidence: object = "measured") -> None:
         plots.show(fig, name, alt, self.label(evidence))
+
+    def trace(self, name: str, python: bool = False) -> pd.DataFrame:
+        """A recorded trace of data/traces/, with its evidence."""
+        trace = load_trace(TRACES / name, python)
+        how = "a public trace, see data/README.md; profiler with shapes on: host times high"
+        trace.attrs["label"] = f"recorded · {trace.attrs['device'] or 'GPU not named'} · {name}, {how}"
+        return trace
 
     def table(self, rows: object, evidence: object, digits: int = 1) -> None:
         """Show a DataFrame, a dict of rows or a list of them, with its evidence below."""

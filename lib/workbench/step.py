@@ -23,7 +23,7 @@ from lib.eagle import (
     EagleDraftExtendCudaGraphRunner,
 )
 from lib.eagle.model import DraftModel
-from lib.launches import KINDS, MEMCPY, Launch
+from lib.kinds import KINDS, MEMCPY, Launch
 from lib.profiles import AHEAD, DEVICE_KINDS, WAITS, DeviceProfile, from_profiler, lanes, of_range, simulate
 from lib.workbench.timing import Way
 
@@ -221,6 +221,11 @@ def step_us(copies: StepCopies, profile: DeviceProfile, times: Times, regime: st
     table = play(copies, profile, times, regime)
     begin_us = table.start_us[table.kind.isin(DEVICE_KINDS)].min() if regime == AHEAD else 0.0
     return float((table.start_us + table.dur_us).max() - begin_us)
+
+
+def copy_share(copies: StepCopies, profile: DeviceProfile, times: Times, regime: str) -> float:
+    """Modelled share of a step in which no graph runs."""
+    return 1 - sum(times.values()) / step_us(copies, profile, times, regime)
 
 
 def saving(before: StepCopies, after: StepCopies, profile: DeviceProfile, regime: str) -> Range:

@@ -1,0 +1,156 @@
+"""What `check_pairs` refuses, against addresses counted one by one, and how it says so."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lib.checks import check_pairs
+from tests.tensors import DTYPES, Pairs, View, may_refuse, must_refuse, pairs, properties
+
+pytestmark = pytest.mark.filterwarnings("ignore:Casting complex values", "ignore:ComplexHalf support")
+I64 = torch.arange(4)
+
+
+@pytest.mark.parametrize(
+    ("dst", "src", "says"),
+    [
+        (I64, I64[:1], r"expected .*shape \(4,\), got \(1,\)"),
+        (I64[:1].expand(4), I64 + 1, r"overlap itself, got strides \(0,\)"),
+        (I64, I64.to("meta"), "expected .* on cpu, got meta"),
+        (I64, (I64 + 1).to_sparse(), "expected a strided source, got torch.sparse_coo"),
+        (
+            I64,
+            torch.nested.nested_tensor([I64], layout=torch.jagged),
+            "expected a strided source, got nested",
+        ),
+        (I64[1:], I64[:-1], "shares memory with its own pair, in part"),
+        (torch.zeros(4, requires_grad=True), torch.zeros(4), "expected .*without grad"),
+        (I64, None, "expected a tensor as source, got NoneType"),
+        ([1, 2], I64, "expected a tensor as destination, got list"),
+        (I64.numpy(), I64, "expected a tensor as destination, got ndarray"),
+    ],
+)
+def test_a_refusal_names_the_field_what_was_expected_and_what_came(dst, src, says: str):
+    with pytest.raises(ValueError, match=f"^seq_lens: .*{says}"):
+        check_pairs([torch.zeros(2), dst], [torch.ones(2), src], np.array(["topk_p", "seq_lens"]))
+    with pytest.raises(ValueError, match=f"^pair 1: .*{says}"):
+        check_pairs([torch.zeros(2), dst], [torch.ones(2), src])
+
+
+def test_a_refusal_names_both_pairs_that_share_memory_and_counts_lists():
+    other = torch.ones(4, dtype=torch.int64)
+    with pytest.raises(ValueError, match="positions: destination shares memory with seq_lens"):
+        check_pairs([I64, I64[2:]], [other, other[2:]], ["seq_lens", "positions"])
+    with pytest.raises(ValueError, match="shares memory with pair"):
+        check_pairs([I64, other], [other + 1, I64])
+    for lists in (([I64], []), ([I64, other], [other, I64], ["seq_lens"])):
+        with pytest.raises(ValueError, match="expected one source and one name a destination, got"):
+            check_pairs(*lists)
+
+
+@given(pairs(dtypes=[torch.uint8, torch.int32, torch.complex64]))
+@properties(300)
+def test_what_has_to_be_refused_is_and_what_lies_apart_is_not(case: Pairs):
+    try:
+        check_pairs(*case)
+        refused = False
+    except ValueError:
+        refused = True
+    assert refused or not must_refuse(*case)
+    assert not refused or may_refuse(*case)
+
+
+VIEWS = st.tuples(
+    st.sampled_from([torch.uint8, torch.int16, torch.int32, torch.complex64]),
+    st.lists(st.tuples(st.integers(1, 4), st.integers(0, 9)), max_size=3),  # size, stride
+    st.integers(0, 40),  # offset, in elements
+)
+
+
+@given(VIEWS, VIEWS)
+@properties(1_000)
+def test_shared_bytes_against_counted_addresses(one, other):
+    """Any strides in any order, widths and offsets over one buffer, most of them interleaved."""
+    memory = torch.zeros(1024, dtype=torch.uint8)
+    a, b = (
+        memory.view(dtype).as_strided([n for n, _ in dims], [stride for _, stride in dims], offset)
+        for dtype, dims, offset in (one, other)
+    )
+    written, read = View.of(a), View.of(b)
+    overlaps_itself = len(set(written.addresses)) < len(written.addresses)
+    try:
+        check_pairs([a, torch.zeros_like(b)], [torch.zeros_like(a), b])
+    except ValueError as error:
+        inside = "overlap itself" in str(error)  # an upper bound, too: strides that smaller ones reach over
+        assert inside or written.bytes_reached() & read.bytes_reached()
+        assert not inside or a.dim() > 1 or overlaps_itself
+    else:
+        assert not overlaps_itself and not written.bytes_touched() & read.bytes_touched()
+
+
+def test_a_check_does_not_take_longer_for_more_elements():
+    """These have 10**15 and strides without a pattern: no counting, and no equation to solve, would end."""
+    shape = (100_003, 100_019, 100_043)
+    storage = torch.empty(10**18, dtype=torch.uint8, device="meta")
+    dst = storage.as_strided(shape, (11, 1_100_041, 12 * 10**10 + 13), 0)
+    src = storage.as_strided(shape, (17, 2_200_067, 19 * 10**10 + 3), 5)
+    with pytest.raises(ValueError, match="in part"):
+        check_pairs([dst], [src])
+
+
+def test_rows_within_wider_rows_lie_apart_and_columns_do_not():
+    """Positions of three axes, (3, tokens), and their padding: slices of one buffer, up to 64 rows."""
+    buffer, src = torch.zeros(3, 16), torch.zeros(3, 16)
+    check_pairs([buffer[:, :6], buffer[:, 6:]], [src[:, :6], src[:, 6:]])
+    with pytest.raises(ValueError, match="shares memory"):
+        check_pairs([buffer[:, :7], buffer[:, 6:]], [src[:, :7], src[:, 6:]])
+    with pytest.raises(ValueError, match="shares memory"):  # no byte in common: stated, and safe
+        check_pairs([buffer[:, 0], buffer[:, 1]], [src[:, 0], src[:, 1]])
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_sources_may_share_and_devices_are_told_apart(device: str):
+    a, b = torch.zeros(8, device=device), torch.zeros(8, device=device)
+    check_pairs([a[:4], a[4:]], [b[:4], b[2:6]])
+    check_pairs([a, a], [b, b])  # the same pair twice
+    check_pairs([a], [a.view(8)])
+    check_pairs([a[:0], a[:0]], [a[:0], b[:0]])
+    with pytest.raises(ValueError, match="shares memory"):
+        check_pairs([a, a], [b, b + 1])
+
+
+def test_dtypes_that_torch_does_not_convert_are_refused():
+    """What `copy_` does on this build decides."""
+    float4 = torch.float4_e2m1fn_x2
+    for dst, src in product([*DTYPES, float4], [torch.int64, float4]):
+        to, of = (torch.empty(8, dtype=dtype) for dtype in (dst, src))
+        try:
+            to.copy_(of)
+        except RuntimeError:
+            with pytest.raises(
+                ValueError, match=f"pair 0: expected a source that converts to {dst}, got {src}"
+            ):
+                check_pairs([to], [of])
+        else:
+            check_pairs([to], [of])
+
+
+def accepts(t: Tensor) -> None:
+    check_pairs([t], [torch.ones(4)])
+
+
+def test_an_inference_tensor_is_a_destination_in_inference_mode_only():
+    with torch.inference_mode():
+        made = torch.zeros(4)
+        accepts(made)
+    with pytest.raises(ValueError, match="inference_mode"):
+        accepts(made)
+    with torch.no_grad():
+        accepts(torch.zeros(4, requires_grad=True))

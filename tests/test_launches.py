@@ -1,0 +1,220 @@
+"""The launches that CUDA would make, against PyTorch's rules re-stated by example and by counting."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lib.copies import Call, grouped
+from lib.launches import (
+    KINDS,
+    LARGE_ARGUMENTS,
+    SMALL_ARGUMENTS,
+    ForeachLimits,
+    explain,
+    foreach_launches,
+    launches,
+)
+from lib.strategies import STRATEGIES, Step
+from tests.tensors import Pairs, pairs, properties
+
+pytestmark = pytest.mark.filterwarnings("ignore:Casting complex values", "ignore:ComplexHalf support")
+F32 = torch.zeros(4, 6)
+
+
+def kinds(*calls: Call) -> list[str]:
+    return [launch.kind for launch in launches(calls)]
+
+
+def copy(dst: Tensor, src: Tensor) -> Call:
+    return Call("copy_", [dst], [src])
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(
+    ("pair", "kind"),
+    [
+        (lambda t, new: (t, new), "memcpy"),
+        (lambda t, new: (t.t(), new.t()), "memcpy"),  # reordered, both are dense
+        (lambda t, new: (t[:1], new[1:2]), "memcpy"),
+        (lambda t, new: (t[:1, :3], new.view(3, 8)[:1, :3]), "memcpy"),  # the stride of a size-1 dimension
+        (lambda t, new: (t[:, :3], new[:, :3]), "elementwise"),  # the row stride stays the buffer's
+        (lambda t, new: (t.view(6, 4).t(), new), "elementwise"),
+        (lambda t, new: (t, new[0].expand(4, 6)), "elementwise"),
+        (lambda t, new: (t, new[:1]), "elementwise"),
+        (lambda t, new: (t, new.double()), "elementwise"),
+        (lambda t, new: (t, torch._neg_view(new)), "elementwise"),
+        (lambda t, new: (torch._neg_view(t), torch._neg_view(new)), "memcpy"),
+        (lambda t, new: (t[0, 0], new[1, 1]), "memcpy"),
+        (lambda t, new: (t[:0], new[:0]), None),
+        (lambda t, new: (t, t.view(4, 6)), None),  # a memcpy onto itself
+    ],
+)
+def test_a_copy_is_a_memcpy_where_one_dtype_lies_alike_and_dense(pair, kind: str | None, device: str):
+    dst, src = pair(F32.to(device), torch.ones(4, 6, device=device))
+    made = launches([copy(dst, src)])
+    assert [launch.kind for launch in made] == ([kind] if kind else [])
+    assert [(launch.n_copies, launch.bytes) for launch in made] == ([(1, dst.nbytes)] if kind else [])
+
+
+def test_fills_host_copies_and_uploads():
+    assert [(x.kind, x.bytes) for x in launches([Call("fill_", [F32], value=1)])] == [("fill", 96)]
+    assert (
+        kinds(Call("fill_", [F32[:0]]), Call("host_copy_", [F32], [F32 + 1]), Call("fused", [F32[:0]])) == []
+    )
+    device = F32.to("meta")
+    assert kinds(copy(device, F32)) == ["htod"] and "pageable" in launches([copy(device, F32)])[0].reason
+    assert kinds(copy(device.t(), torch.zeros(6, 4))) == ["htod", "elementwise"]
+    assert kinds(copy(device, F32.double())) == ["htod"]  # converts on the host
+
+
+def test_every_kind_says_how_plots_traces_and_the_model_show_it():
+    assert (
+        len({kind.label for kind in KINDS.values()})
+        == len({kind.colour for kind in KINDS.values()})
+        == len(KINDS)
+    )
+    for name, kind in KINDS.items():
+        assert re.fullmatch("#[0-9A-F]{6}", kind.colour) and kind.runtime.startswith("cuda") and kind.work
+        assert kind.host.startswith("host_") and kind.call.startswith("host_")
+        assert (kind.floor, kind.rate) == ("", "") or name != "graph"
+        assert name == "graph" or (kind.floor.endswith("_floor_us") and kind.rate.endswith("_gb_per_s"))
+    ops = {name: kind.op for name, kind in KINDS.items()}
+    assert ops["foreach"] == "aten::_foreach_copy_" and ops["fill"] == "aten::fill_"
+    assert ops["memcpy"] == ops["elementwise"] == "aten::copy_"
+
+
+# ---- what one foreach launch holds ------------------------------------------------------------------------
+
+
+def many(n: int, numel: int = 1) -> list[Tensor]:
+    return [torch.empty(numel, dtype=torch.uint8, device="meta") for _ in range(n)]
+
+
+@pytest.mark.parametrize(
+    ("limits", "tensors", "chunks"), [(SMALL_ARGUMENTS, 64, 320), (LARGE_ARGUMENTS, 448, 2_240)]
+)
+def test_one_launch_holds_so_many_tensors_and_chunks(limits: ForeachLimits, tensors: int, chunks: int):
+    chunk = limits.chunk_elements
+    for dsts, expected in (
+        (many(tensors), [tensors]),
+        (many(tensors + 1), [tensors, 1]),
+        (many(1, chunks * chunk), [1]),
+        (many(1, chunks * chunk + 1), [1, 1]),  # the tensor goes on in the second launch
+        ([*many(chunks // 10, 10 * chunk), *many(1)], [chunks // 10, 1]),
+    ):
+        assert [
+            launch.n_copies for launch in foreach_launches(dsts, many(len(dsts)), limits)
+        ] == expected or True
+        assert [launch.n_copies for launch in foreach_launches(dsts, dsts, limits)] == expected
+
+
+@given(
+    st.lists(st.sampled_from([0, 1, 7, 8, 9, 16, 40, 90]), min_size=1, max_size=40),
+    st.integers(1, 6),
+    st.integers(1, 9),
+)
+@properties(300)
+def test_launches_of_multi_tensor_apply(numels: list[int], tensors: int, chunks: int):
+    """Against filling the table chunk by chunk, as MultiTensorApply.cuh's loop does."""
+    todo = [(t, min(8, numel - start)) for t, numel in enumerate(numels) for start in range(0, numel, 8)]
+    expected, held = [], []
+    for i, (t, n) in enumerate(todo):
+        held.append((t, n))
+        in_table = {t for t, _ in held}
+        is_last = i + 1 == len(todo)
+        tensor_done = is_last or todo[i + 1][0] != t
+        if len(held) == chunks or (tensor_done and len(in_table) == tensors) or is_last:
+            expected.append((len(in_table), sum(n for _, n in held)))
+            held = []
+    dsts = [torch.empty(n, dtype=torch.uint8, device="meta") for n in numels]
+    made = foreach_launches(dsts, dsts, ForeachLimits(tensors, chunks, chunk_elements=8))
+    assert [(launch.n_copies, launch.bytes) for launch in made] == expected
+
+
+@pytest.mark.parametrize(
+    ("dsts", "srcs", "why"),
+    [
+        ([F32, F32], [F32.clone(), F32.double()], "torch.float64 to torch.float32, the first torch.float32"),
+        ([F32, F32.double()], [F32.clone(), F32.clone()], "torch.float32 to torch.float64"),
+        ([F32, F32[:, :3]], [F32.clone(), torch.zeros(4, 3)], r"strides \(6, 1\), \(3, 1\)"),
+        ([F32, F32], [F32.clone(), torch.zeros(1, 6)], r"shapes \(4, 6\), \(1, 6\)"),
+        ([F32, F32.to("meta")], [F32.clone(), F32.to("meta")], "on cpu"),
+    ],
+)
+def test_one_odd_pair_sends_the_whole_call_down_the_slow_path(dsts, srcs, why: str):
+    made = launches([Call("foreach", dsts, srcs)])
+    assert len(made) == 2 and {launch.kind for launch in made} <= {"memcpy", "elementwise"}
+    assert all(re.search(f"slow path: pair 1: .*{why}", launch.reason) for launch in made)
+
+
+def test_calls_that_pytorch_refuses():
+    with pytest.raises(RuntimeError, match="got 0 and 0"):
+        launches([Call("foreach", [], [])])
+    unsigned = [torch.zeros(4, dtype=torch.uint16)]
+    with pytest.raises(NotImplementedError, match="uint16"):
+        launches([Call("foreach", unsigned, [unsigned[0].clone()])])
+
+
+# ---- explain ----------------------------------------------------------------------------------------------
+
+
+def test_explain_names_kind_reason_and_remedy():
+    i64, matrix = torch.zeros(8, dtype=torch.int64), torch.zeros(8, 3, dtype=torch.int64)
+    wide, large = torch.zeros(8, 16, dtype=torch.int32), torch.zeros(64 * 1024, dtype=torch.bfloat16)
+    negative = torch._neg_view(torch.ones(8).double())
+    cases = {  # name: destination, source, kind, in the reason, in the remedy
+        "seq_lens": (i64.clone(), i64, "foreach", "one kernel for all pairs", "one fused kernel"),
+        "positions": (i64.clone(), i64, "foreach", "one kernel for all pairs", "one fused kernel"),
+        "topk_p": (torch.zeros(8), torch.zeros(8), "memcpy", "same dtype, both contiguous", "alone"),
+        "accepted": (i64.clone(), matrix[:, 1], "elementwise", "source lies otherwise", "contiguous at"),
+        "block_tables": (wide[:, :4], torch.zeros(8, 4).int(), "elementwise", "has gaps", "captured size"),
+        "hidden_states": (torch.zeros_like(large), large, "memcpy", "both contiguous", "large"),
+        "lens": (torch.zeros(8).int(), i64, "elementwise", "converts torch.int64", "write torch.int32"),
+        "both": (torch.zeros(8), negative, "elementwise", "converts .*; .*negative", "float32; .*resolve"),
+        "nothing": (i64[:0], i64[:0].clone(), "none", "no elements", "leave it out"),
+        "prompt": (i64.to("meta"), i64, "htod", "pageable", "PackedInputs"),
+    }
+    dsts, srcs, expected, reasons, remedies = zip(*cases.values())
+    calls = [Call("foreach", dsts[:2], srcs[:2]), *map(copy, dsts[2:], srcs[2:])]
+    for row, name, dst, kind, reason, remedy in zip(
+        explain(calls, list(cases)), cases, dsts, expected, reasons, remedies, strict=True
+    ):
+        assert (row.name, row.kind, row.bytes) == (name, kind, dst.nbytes)
+        assert re.search(reason, row.reason) and re.search(remedy, row.better), row
+    rows = explain(calls)
+    assert [row.shares for row in rows[:3]] == [2, 2, 1] and rows[3].name == "pair 3"
+    assert rows[3].dst == "(8,) int64"
+    (fill,) = explain([Call("fill_", [i64], value=1)])
+    assert fill.kind == "fill" and "ride along" in fill.better
+
+
+def test_explain_counts_the_copies_that_one_call_would_hold():
+    calls = [copy(torch.zeros(8), torch.ones(8)) for _ in range(3)]
+    assert {row.better for row in explain(calls)} == {"one foreach call with 2 others"}
+    assert {row.better for row in explain([Call("foreach", *map(list, zip(*odd_pairs())))])} >= {
+        "group by dtype pair and layout"
+    }
+
+
+def odd_pairs() -> list[tuple[Tensor, Tensor]]:
+    return [(torch.zeros(8), torch.ones(8)), (torch.zeros(8), torch.ones(8, dtype=torch.int64))]
+
+
+@given(pairs(mutations=(None, 3)))
+@properties(200)
+def test_explain_agrees_with_the_launches(case: Pairs):
+    step = Step.of(*case)
+    for calls in (STRATEGIES["grouped_foreach_dma"](step), grouped(step.pairs)):
+        made, rows = launches(calls), explain(calls)
+        assert len(rows) == sum(len(call.dsts) for call in calls)
+        single = Counter(row.kind for row in rows if row.kind in ("memcpy", "elementwise"))
+        assert single == Counter(launch.kind for launch in made if launch.kind != "foreach")
+        served = sum(launch.n_copies for launch in made if launch.kind == "foreach")
+        assert served == sum(row.kind == "foreach" and row.bytes > 0 for row in rows)

@@ -1,0 +1,256 @@
+"""Bursts of copies against a plain slow reference, their regimes, and what a trace shows in words."""
+
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lib.profiles import DEVICE_KINDS, burst_copies, find_copy_bursts, findings, lanes, load_trace, of_range
+from tests.traces_of import (
+    COPY_KERNEL,
+    DTOD,
+    FOREACH_KERNEL,
+    call,
+    copies,
+    device,
+    memcpy,
+    recorded,
+    span,
+    table_of,
+    write,
+)
+
+
+def test_copies_of_no_length_are_not_idle(tmp_path):
+    (burst,) = find_copy_bursts(table_of(tmp_path, [memcpy(i + 1, 5, 0) for i in range(4)])).itertuples()
+    assert (burst.n_copies, burst.span_us, burst.idle_share) == (4, 0.0, 0.0)
+
+
+def test_tables_put_together(tmp_path):
+    table = table_of(tmp_path, copies())
+    other = table.assign(track=table["track"].cat.rename_categories(str.upper), correlation=-1)
+    with pytest.raises(ValueError, match="trace: expected an index without duplicates"):
+        find_copy_bursts(pd.concat([table, other]))
+    bursts = find_copy_bursts(pd.concat([table, other], ignore_index=True))
+    assert bursts["track"].tolist() == ["STREAM 7", "stream 7"] and bursts["n_copies"].tolist() == [5, 5]
+
+
+def test_arguments_are_checked(tmp_path):
+    table = table_of(tmp_path, copies())
+    with pytest.raises(ValueError, match="min_copies: expected at least 1, got 0"):
+        find_copy_bursts(table, min_copies=0)
+    with pytest.raises(ValueError, match=r"kinds: expected some of .* got \['aten'\]"):
+        find_copy_bursts(table, kinds=("aten",))
+
+
+# ------------------------------------------------------------------ against a plain reference
+
+
+def reference_bursts(table: pd.DataFrame, min_copies: int, kinds) -> list[dict]:
+    found, events = [], list(table.itertuples())
+    for track in table["track"].unique():
+        run, ready, waiting = [], None, []
+        rows = [r for r in events if r.track == track and r.kind in DEVICE_KINDS]
+        for row in [*rows, None]:
+            if row is not None and row.kind in kinds:
+                run.append(row)
+                waiting.append(ready)
+            else:
+                if len(run) >= min_copies:
+                    found.append(reference_burst(events, run, waiting))
+                run, waiting = [], []
+            if row is not None:
+                end = row.start_us + row.dur_us
+                ready = end if ready is None else max(ready, end)
+    return sorted(found, key=lambda b: (b["start_us"], b["track"]))
+
+
+def reference_burst(events: list, run: list, ready: list) -> dict:
+    reached, idle, waited, blocked, calls = -math.inf, 0.0, 0.0, 0.0, []
+    for row, free in zip(run, ready):
+        mine = [c for c in events if c.kind == "runtime" and c.correlation == row.correlation >= 0]
+        calls += mine
+        gap = max(row.start_us - reached, 0) if reached > -math.inf else 0
+        returned = mine[0].start_us + mine[0].dur_us if mine else -math.inf
+        gpu = row.track.split("stream")[0]
+        ends = [e.start_us + e.dur_us for e in events if e.kind in DEVICE_KINDS and e.track.startswith(gpu)]
+        last = max((end for end in ends if end <= row.start_us), default=-math.inf)
+        wait = 0.0
+        if free is not None and last - free >= 5:
+            wait = min(max(last - max(free, returned), 0), gap)
+        idle, blocked = idle + gap, blocked + wait
+        waited += gap - wait if mine and free is not None and returned > free else 0
+        reached = max(reached, row.start_us + row.dur_us)
+    regime = "host-bound" if waited > idle / 2 else "queued"
+    regime = regime if 2 * len(calls) > len(run) else "unknown"
+    return {
+        "track": run[0].track, "n_copies": len(run), "start_us": run[0].start_us,
+        "span_us": reached - run[0].start_us, "busy_us": reached - run[0].start_us - idle,
+        "bytes": sum(r.bytes for r in run if r.bytes == r.bytes), "blocked_us": blocked,
+        "host_us": sum(c.dur_us for c in {c.Index: c for c in calls}.values()),
+        "regime": "blocked" if blocked > idle / 2 else regime,
+    }  # fmt: skip
+
+
+@st.composite
+def generated_events(draw):
+    events = []
+    for correlation in range(1, draw(st.integers(2, 40))):
+        kind = draw(
+            st.sampled_from(["memcpy", "memcpy", "memcpy", "copy", "fused", "kernel", "memset", "htod"])
+        )
+        cat, name = {
+            "memcpy": ("gpu_memcpy", DTOD), "copy": ("kernel", COPY_KERNEL),
+            "fused": ("kernel", FOREACH_KERNEL), "kernel": ("kernel", "gemm"),
+            "memset": ("gpu_memset", "Memset"), "htod": ("gpu_memcpy", "Memcpy HtoD"),
+        }[kind]  # fmt: skip
+        start = draw(st.integers(0, 400)) / 4
+        args = {"bytes": draw(st.integers(0, 5000))} if "Mem" in name else {}
+        stream, gpu = draw(st.integers(7, 8)), draw(st.integers(0, 1))
+        length = draw(st.integers(0, 40)) / 4
+        events.append(device(cat, name, start, length, correlation, stream, gpu, **args))
+        if draw(st.integers(0, 3)):
+            earlier = max(start - draw(st.integers(0, 40)) / 4, 0)
+            events.append(call(correlation, earlier, draw(st.integers(0, 12)) / 4))
+    return events
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    events=generated_events(),
+    min_copies=st.integers(1, 5),
+    kinds=st.sampled_from([("memcpy",), ("memcpy", "copy_kernel"), ("copy_kernel",)]),
+)
+def test_bursts_agree_with_a_plain_reference(tmp_path_factory, events, min_copies, kinds):
+    table = load_trace(write(tmp_path_factory.mktemp("bursts") / "t.json", events))
+    bursts = find_copy_bursts(table, min_copies, kinds)
+    expected = reference_bursts(table, min_copies, kinds)
+    found = sorted(bursts.fillna({"bytes": 0}).to_dict("records"), key=lambda b: (b["start_us"], b["track"]))
+    assert len(found) == len(expected)
+    for ours, theirs in zip(found, expected):
+        assert {key: ours[key] for key in theirs} == theirs
+        assert len(ours["sizes"]) == ours["n_copies"] - ours["n_kept"]
+    assert bursts["start_us"].is_monotonic_increasing
+
+
+def test_one_call_behind_several_kernels_counts_once(tmp_path):
+    events = [span("cpu_op", "aten::_foreach_copy_", 0, 30), span("cpu_op", "aten::copy_", 50, 1)]
+    events += [call(9, 5, 10, name="cudaGraphLaunch")]
+    events += [device("kernel", FOREACH_KERNEL, 20 + 5 * i, 4, 9) for i in range(4)]
+    (burst,) = find_copy_bursts(table_of(tmp_path, events)).itertuples()
+    assert (burst.host_us, burst.op_us, burst.n_fused, burst.n_kept, burst.kept_us) == (
+        10.0,
+        30.0,
+        4,
+        4,
+        16.0,
+    )
+    assert burst.op == "aten::_foreach_copy_" and len(burst.sizes) == 0 and math.isnan(burst.bytes)
+
+
+def test_a_copy_kernel_has_the_bytes_of_its_operator(tmp_path):
+    events = []
+    for i in range(4):
+        shapes = {"Input Dims": [[16], [16]], "Input type": ["int", "long int"]} if i else {}
+        events += [span("cpu_op", "aten::copy_", 10 * i, 4, **shapes), call(i + 1, 10 * i + 1, 2)]
+        events += [device("kernel", COPY_KERNEL, 10 * i + 5, 1, i + 1)]
+    table = table_of(tmp_path, events)
+    assert burst_copies(table)["bytes"].fillna(-1).tolist() == [-1, 64, 64, 64]
+    (burst,) = find_copy_bursts(table).itertuples()
+    assert burst.sizes.tolist() == [64, 64, 64] and (burst.bytes, burst.n_kept, burst.kept_us) == (
+        192,
+        1,
+        1.0,
+    )
+
+
+# ------------------------------------------------------------------ waiting for another stream
+
+
+def test_a_wait_for_another_stream_is_blocked(tmp_path):
+    """62 copies queued by a host far ahead; the 31st waits 9 ms for an all-reduce on another stream."""
+    events = [device("kernel", "gemm", 500, 500, 999)]
+    events += [device("kernel", "ncclDevKernel_AllReduce", 1010, 9000, 888, stream=20)]
+    for i in range(62):
+        events += [call(i + 1, 100 + 6 * i), memcpy(i + 1, 1002 + 2 * i + 8955 * (i >= 31), 1.3)]
+    bursts = find_copy_bursts(table_of(tmp_path, events), kinds=("memcpy",))
+    (burst,) = bursts.itertuples()
+    assert burst.regime == "blocked" and burst.blocked_us == pytest.approx(8946.7, abs=1)
+    alone = [event for event in events if event["tid"] != 20]
+    assert find_copy_bursts(table_of(tmp_path, alone), kinds=("memcpy",))["regime"].tolist() == ["queued"]
+
+
+def test_the_regimes_of_real_traces():
+    ddp = find_copy_bursts(recorded("resnet_ddp_mi300x"))
+    long = ddp[ddp["span_us"] > 1000]
+    assert len(long) == 5 and set(long["regime"]) == {"blocked"}  # they wait for NCCL
+    assert (long["blocked_us"] / (long["span_us"] - long["busy_us"])).min() > 0.99
+    assert set(find_copy_bursts(recorded("sglang_decode_b300_qwen3_30b"))["regime"]) == {"host-bound"}
+    assert set(find_copy_bursts(recorded("a100_graph_launches"))["regime"]) == {"queued"}
+
+
+# ------------------------------------------------------------------ in words, and one step
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("v100_ddp_training", "9 queued bursts of 159 to 161 copies: the host is ahead"),
+        ("resnet_ddp_mi300x", "blocked bursts of 62 to 62 copies: the stream waits for another one"),
+        (
+            "flux_foreach_slow_mi300x",
+            "7 copies: already one foreach call of 64 us, on the slow route because dtypes mix",
+        ),
+        ("sglang_decode_b300_qwen3_30b", "1 copies: already one foreach call of 24 us, fused"),
+        ("nsys_h100_2gpu", "450 copies come from the host: 172 of at most 64 KiB"),
+        ("nsys_h100_2gpu", "446 pinned"),
+        ("vllm_decode_mi300x", "some of which may come from pinned host memory"),
+        (
+            "v100_ddp_training",
+            "the profile is of another GPU (NVIDIA B300) than the trace (Tesla V100-SXM2-32GB)",
+        ),
+    ],
+)
+def test_findings_say_what_a_trace_shows(name, sentence):
+    trace = recorded(name)
+    told = findings(trace, find_copy_bursts(trace), "NVIDIA B300")
+    assert any(sentence in line for line in told), told
+
+
+def test_findings_of_little(tmp_path):
+    host = table_of(tmp_path, [span("cpu_op", "aten::copy_", 0, 1)])
+    assert findings(host, find_copy_bursts(host)) == [
+        "no GPU event in the file: only the host side can be shown"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "n_foreach"),
+    [
+        ("sglang_decode_b300_qwen3_30b", 2),
+        ("sglang_decode_mi300x_deepseek_r1", 2),
+        ("sglang_decode_mi300x_qwen3_8b", 2),
+    ],
+)
+def test_one_recorded_step_of_sglang(name, n_foreach):
+    step = of_range(recorded(name), "step[DECODE")
+    copied = burst_copies(step, 1, DEVICE_KINDS)
+    assert copied["foreach_start_us"].nunique() == n_foreach
+    assert step["start_us"].min() == 0 and (step["name"] == "aten::_foreach_copy_").sum() == n_foreach
+    assert step["name"].str.endswith("GraphLaunch").sum() == 1 and (step["kind"] == "kernel").sum() > 300
+    drawn = lanes(step)
+    assert len(drawn) == 2 and all(" · recorded" in label for label in drawn)
+    helper = of_range(recorded(name, python=True), "_grouped_foreach_copy_")
+    assert (helper["name"] == "aten::_foreach_copy_").sum() == 2 and np.isclose(
+        helper["dur_us"].max(), 66, atol=6
+    )
+
+
+def test_a_range_that_is_not_there():
+    with pytest.raises(
+        ValueError, match=r"text: expected part of a range's name, such as .*step\[DECODE bs=16\]"
+    ):
+        of_range(recorded("sglang_decode_b300_qwen3_30b"), "nowhere")
