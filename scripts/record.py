@@ -46,6 +46,7 @@ STEPS = [(preset, "2026-06", SIZES) for preset in ("llama3-8b", "deepseek-v3")]
 STEPS += [("llama3-8b", layout, (8, 5)) for layout in ("int32_seq_lens", "2026-10")]
 REPLAYS = [("tiny", "2026-06", (8, 5)), ("llama3-8b", "2026-06", (8, 5, 1, 64))]
 TENSORS = (1, 8, 64, 65)  # in one crossover
+DTYPES = (torch.int16, torch.int64)  # bfloat16 is moved as int16
 BYTES = tuple(2**n for n in range(8, 27))  # of each, 256 B to 64 MiB
 DRIVER = "nvidia-smi --query-gpu=driver_version --format=csv,noheader || cat /sys/module/amdgpu/version"
 Way = tuple[Callable[[], object], list[Launch]]  # how to run it, and the launches it should make
@@ -82,8 +83,8 @@ class Gpu:
 def count_launches(trace: pd.DataFrame) -> dict[str, dict[str, int]]:
     """Launches by kind, by name of the annotations in a trace.
 
-    Work belongs to the annotation in which its host call began, and that of one graph launch counts once. Of
-    several outcomes the most frequent is taken: the profiler may lose an event.
+    Work belongs to the annotation in which its host call began; one graph launch counts once. Of several
+    outcomes the most frequent is taken: the profiler may lose an event.
     """
     calls = trace[trace.kind == "runtime"].drop_duplicates("correlation").set_index("correlation")
     work = trace[trace.kind.isin(DEVICE_KINDS) & trace.correlation.isin(calls.index)]
@@ -103,7 +104,6 @@ class Recorder:
     """Writes one recording. Its meta has what was left out, "skipped", and what went wrong, "problems"."""
 
     def __init__(self, device: Gpu, out: Path, minutes: float, rounds: int) -> None:
-        """Make the folder; with its meta.json it is a recording, though one without rows."""
         self.device, self.rounds, self.deadline = device, rounds, time.monotonic() + 60 * minutes
         date = datetime.datetime.now(datetime.UTC).date().isoformat()
         self.meta = {"format": FORMAT, "evidence": device.evidence, **device.facts(), "date": date}
@@ -179,15 +179,11 @@ def record_runs(recorder: Recorder, table: str, preset: str, layout: str, batch_
     if model is None:
         ways = {name: (step.copy_inputs, step.launches()) for name, step in steps.items()}
         return recorder.write(table, case, ways, 10, {})
-    ways, equal = {}, {}
+    ways = {name: (step.replay, [*step.launches(), DRAFT, EXTEND]) for name, step in steps.items()}
     expected = [output.clone() for output in steps["per_copy"].replay()]
-    for name, step in steps.items():
-        ways[name] = (step.replay, [*step.launches(), DRAFT, EXTEND])
-        equal[name] = all(map(torch.equal, step.replay(), expected))
-        if not equal[name]:
-            recorder.note(
-                "problems", f"replays {preset} {batch_size}: {name} has other outputs than per_copy"
-            )
+    equal = {name: all(map(torch.equal, step.replay(), expected)) for name, step in steps.items()}
+    for name in (name for name in equal if not equal[name]):
+        recorder.note("problems", f"replays {preset} {batch_size}: other outputs than per_copy by {name}")
     return recorder.write(table, case, ways, 1, equal)
 
 
@@ -215,8 +211,9 @@ def record_crossover(recorder: Recorder, n: int, dtype: torch.dtype, size: int) 
 def record_traces(recorder: Recorder, preset: str) -> None:
     """A trace of eight steps a way; and "calibration", from which the profile is fitted."""
     config, on = EagleConfig.preset(preset), recorder.device.torch_device
-    steps = steps_of(recorder, config, 8, None).items()
-    cases = {name: {name: (step.copy_inputs, step.launches())} for name, step in steps}
+    cases = {}
+    for name, step in steps_of(recorder, config, 8, None).items():
+        cases[name] = {name: (step.copy_inputs, step.launches())}
     blocks = torch.zeros(2, 8, 2**22, dtype=torch.uint8, device=on)  # between fills: a burst of memcpys
     small = blocks.view(2, -1, 64)
     pairs = [Call("copy_", [dst], [src]) for dst, src in zip(*blocks)]
@@ -235,8 +232,8 @@ def record_traces(recorder: Recorder, preset: str) -> None:
         to_chrome_trace(trace, recorder.path / "traces" / f"{name}.json.gz")
     source = "{evidence} by scripts/record.py, driver {driver}, torch {torch}".format(**recorder.meta)
     trace = load_trace(recorder.path / "traces" / "calibration.json.gz")
-    fitted = fit_profile(trace, recorder.path.name, source, recorder.meta["date"])
-    fitted.save(recorder.path / "profile.json")
+    profile = fit_profile(trace, recorder.path.name, source, recorder.meta["date"])
+    profile.save(recorder.path / "profile.json")
 
 
 def record(device: Gpu, out: Path, minutes: float = 8.0, quick: bool = False) -> tuple[Path, int]:
@@ -250,8 +247,8 @@ def record(device: Gpu, out: Path, minutes: float = 8.0, quick: bool = False) ->
     for table, runs in (("steps", STEPS), ("replays", REPLAYS)):
         for preset, layout, sizes in runs[:few]:
             cases += [(record_runs, table, preset, layout, size) for size in sizes[:few]]
-    dtypes = (torch.int16, torch.int64)[: few and 1]  # bfloat16 is moved as int16
-    cases += itertools.product([record_crossover], TENSORS[:few], dtypes, BYTES[:: 6 if quick else 1])
+    sizes = BYTES[:: 6 if quick else 1]
+    cases += itertools.product([record_crossover], TENSORS[:few], DTYPES[:few], sizes)
     for work, *arguments in cases:
         what = " ".join(map(str, [work.__name__.removeprefix("record_"), *arguments]))
         if time.monotonic() > recorder.deadline:

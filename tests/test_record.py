@@ -232,7 +232,7 @@ def test_a_count_or_an_output_that_differs_is_a_problem_and_printed(few, tmp_pat
     problems = recordings.load(path).meta["problems"]
     told = "crossover int16 1 65536 memcpy: predicted {'memcpy': 1}, counted {'elementwise': 1}"
     assert status == 1 and told in problems
-    assert any("grouped_foreach has other outputs than per_copy" in text for text in problems)
+    assert any("other outputs than per_copy by grouped_foreach" in text for text in problems)
     assert all(text in capsys.readouterr().err for text in problems[:1])
 
 
