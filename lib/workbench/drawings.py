@@ -86,7 +86,8 @@ def blocks(elements: Mapping[str, int]) -> Figure:
     chunks = {name: -(-n // CHUNK) for name, n in elements.items()}
     busy = min(sum(chunks.values()), MULTIPROCESSORS)
     height = max(26 * len(elements), 130) + 76
-    paper = Canvas(f"One launch for {len(elements)} pairs: {sum(chunks.values())} blocks", height)
+    pairs = "1 pair" if len(elements) == 1 else f"{len(elements)} pairs"
+    paper = Canvas(f"One launch for {pairs}: {sum(chunks.values())} blocks", height)
     paper.say(10, 10, "pairs, cut into chunks of 65,536 elements", ha="left", fontweight="bold")
     paper.say(520, 10, f"{busy} of {MULTIPROCESSORS} multiprocessors work", ha="left", fontweight="bold")
     for row, (name, n) in enumerate(elements.items()):
