@@ -6,6 +6,7 @@ import gc
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -82,11 +83,11 @@ def test_one_plan_serves_any_sources_of_its_shapes(case: Pairs, seed: int):
 def test_every_foreach_call_is_one_that_cuda_fuses(case: Pairs, dma_bytes: int | None):
     """One dtype pair a call, each pair once; none that the kernel refuses, none that takes the slow path."""
     dsts, srcs = case
-    calls = grouped(zip(dsts, srcs), dma_bytes)
-    seen = [(id(d), id(s)) for call in calls for d, s in zip(call.dsts, call.srcs)]
-    assert sorted(seen) == sorted((id(d), id(s)) for d, s in zip(dsts, srcs) if (id(d), id(s)) in seen)
-    assert all(d.numel() == 0 for d, s in zip(dsts, srcs) if (id(d), id(s)) not in seen)
-    plan = CopyPlan(dsts, dtypes(srcs))
+    calls, plan = grouped(zip(dsts, srcs), dma_bytes), CopyPlan(dsts, dtypes(srcs))
+    made = Counter((id(d), id(s)) for call in calls for d, s in zip(call.dsts, call.srcs))
+    assert made >= Counter((id(d), id(s)) for d, s in zip(dsts, srcs) if d.numel()) and made.total() <= len(
+        dsts
+    )
     for call in (*calls, *plan.calls(), *plan.calls(srcs)):
         if call.op == "foreach":
             assert len({(d.dtype, s.dtype) for d, s in zip(call.dsts, call.srcs)}) == 1
@@ -175,30 +176,21 @@ def test_a_source_that_does_not_fit_is_named_and_nothing_is_written(position: in
         assert all(torch.equal(dst[:4], src) for dst, src in zip(dsts, srcs))
 
 
-def test_lists_of_other_lengths_are_refused():
-    dsts = buffers()
+def test_wrong_lists_destinations_and_constants_are_refused():
+    ids, probs, hidden = dsts = buffers()
     with pytest.raises(ValueError, match="2 sources"):
-        plan_of(dsts)([dst[:4] for dst in dsts[:2]])
-    with pytest.raises(ValueError):
-        CopyPlan(dsts, [torch.int64])
-    with pytest.raises(ValueError, match="1 names"):
-        CopyPlan(dsts, dtypes(dsts), ["a"])
-
-
-@pytest.mark.parametrize(
-    ("dsts", "constants"),
-    [
-        (lambda b: [b[0], b[0][1:]], []),
-        (lambda b: [b[0][:1].expand(4)], []),
-        (lambda b: b[:1], lambda b: [(b[1], b[1][:2])]),
-        (lambda b: b[:1], lambda b: [(b[0][4:], torch.zeros(4))]),
-    ],
-)
-def test_wrong_destinations_and_constants_are_refused_when_built(dsts, constants):
-    each = buffers()
-    pads = constants(each) if constants else []
-    with pytest.raises(ValueError):
-        CopyPlan(dsts(each), dtypes(dsts(each)), constants=pads)
+        plan_of(dsts)([ids[:4], probs[:4]])
+    for wrong, constants in (
+        ([ids, ids[1:]], []),
+        ([ids[:1].expand(4)], []),
+        ([ids], [(probs, probs[:2])]),
+        ([ids], [(ids[4:], ids[:4] + 1)]),
+    ):
+        with pytest.raises(ValueError, match=r"shape|shares memory|overlap itself"):
+            CopyPlan(wrong, dtypes(wrong), constants=constants)
+    for types, names in (([torch.int64], None), (dtypes(dsts), ["a"])):
+        with pytest.raises(ValueError):
+            CopyPlan(dsts, types, names)
 
 
 @pytest.mark.parametrize(

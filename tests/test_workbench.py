@@ -82,6 +82,14 @@ def test_a_saving_is_smaller_where_the_host_is_ahead_and_a_regime_is_one_of_two(
     assert step.graph_times(EagleConfig.preset("llama3-8b"), V100)["verify"] > 10_000
 
 
+def test_copies_in_a_graph_are_no_launches_but_take_time():
+    inside, written_in_place = built("copy_in_graph"), built("no_copy")
+    assert [len(nodes) for nodes in inside.nodes()] == [3, 3]
+    assert [len(nodes) for nodes in written_in_place.nodes()] == [0, 0]
+    saved = step.saving(inside, written_in_place, V100, AHEAD)
+    assert saved.low > 6 * V100["gap_us"]
+
+
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
