@@ -266,10 +266,10 @@ def test_launches_are_counted_by_the_kernel_names_of_real_devices():
 
 
 def test_without_a_gpu_one_line_and_status_2(tmp_path):
-    """And all of it without what a machine with nothing but torch, numpy and pandas lacks."""
+    """And all of it without what a machine with nothing but torch, numpy, pandas and msgspec lacks."""
     code = """
 import sys
-missing = "matplotlib seaborn IPython triton msgspec safetensors ipywidgets tqdm scipy yaml"
+missing = "matplotlib seaborn IPython triton safetensors ipywidgets tqdm scipy yaml"
 sys.modules |= dict.fromkeys(missing.split())
 import torch
 from pathlib import Path
