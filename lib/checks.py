@@ -25,9 +25,8 @@ def check_pairs(dsts: Tensors, srcs: Tensors, names: Sequence[str] | None = None
     autograd or inference mode forbids to write, that overlaps itself, or that shares bytes with a tensor of
     another pair or in part with its own source. Sources may share memory, and the same pair may stand twice.
 
-    Memory is compared by ranges of bytes, first to last; of a matrix with up to 64 rows, which may lie within
-    the rows of a wider one, row by row. So columns of one matrix that interleave are refused, although no byte
-    is shared.
+    Memory is compared by ranges of bytes, first to last, of a matrix with gaps and up to 64 rows row by row.
+    So columns of one matrix that interleave are refused, although no byte is shared.
     """
     if names is None:
         names = [f"pair {i}" for i in range(len(dsts))]
@@ -62,7 +61,7 @@ def fault_of(dst: Tensor, src: Tensor) -> str | None:
         return "expected a destination without grad; copy under no_grad()"
     if dst.is_inference() and not torch.is_inference_mode_enabled():
         return "expected no inference tensor as destination; copy under inference_mode()"
-    if may_overlap_itself(dst):
+    if not dst.is_contiguous() and may_overlap_itself(dst):
         return f"expected a destination that does not overlap itself, got strides {dst.stride()}"
     return None
 
@@ -98,8 +97,8 @@ def check_overlaps(dsts: Tensors, srcs: Tensors, names: Sequence[str]) -> None:
         if pair in listed:
             continue
         listed.add(pair)
-        ranges += [(*row, True, name) for row in byte_ranges(dst)]  # twice, and refused, where sources differ
-        if elements(dst) != elements(src):
+        ranges += [(*row, True, name) for row in byte_ranges(dst)]
+        if pair[0] != pair[1]:
             ranges += [(*row, False, name) for row in byte_ranges(src)]
     reached = written = ("", 0, "")  # where the last range so far ends, of any tensor and of a destination
     for space, first, end, is_dst, name in sorted(ranges):
@@ -133,18 +132,20 @@ def byte_ranges(tensor: Tensor) -> list[tuple[str, int, int]]:
     """
     if tensor.numel() == 0 or not (tensor.is_meta or tensor.data_ptr()):
         return []
+    space = f"meta {tensor.untyped_storage()._cdata}" if tensor.is_meta else str(tensor.device)
+    first = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return [(space, first, first + tensor.nbytes)]
     if has_few_rows(tensor):
         return [one for row in tensor.detach().unbind() for one in byte_ranges(row)]
-    space = f"meta {tensor.untyped_storage()._cdata}" if tensor.is_meta else str(tensor.device)
     last = 0
     for size, stride in zip(tensor.shape, tensor.stride()):
         last += (size - 1) * stride
-    first = tensor.data_ptr()
     return [(space, first, first + (last + 1) * tensor.element_size())]
 
 
 def has_few_rows(tensor: Tensor) -> bool:
     """Whether this is a matrix of up to 64 rows, one after the other with gaps: a slice of a wider one."""
-    if tensor.dim() != 2 or tensor.is_contiguous() or len(tensor) > MAX_ROWS:
+    if tensor.dim() != 2 or len(tensor) > MAX_ROWS:
         return False
     return tensor.stride(0) >= tensor.shape[1] * tensor.stride(1)
