@@ -132,9 +132,7 @@ class CopyPlan:
         self.route, self.check, self.misses = route, check, 0
         self.planned, self.stand_ins = [], []
         for dst, dtype in zip(dsts, src_dtypes, strict=True):
-            torch.empty(1, dtype=dst.dtype).copy_(
-                torch.empty(1, dtype=dtype)
-            )  # raises if torch cannot convert
+            torch.empty(1, dtype=dst.dtype).copy_(torch.empty(1, dtype=dtype))  # raises now, not in a step
             self.planned.append((Tensor, dst.shape, dtype, dst.device))
             self.stand_ins.append(torch.empty(dst.shape, dtype=dtype, device="meta"))
         self.maybe_lazy = [i for i, t in enumerate(src_dtypes) if t.is_floating_point or t.is_complex]

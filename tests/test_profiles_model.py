@@ -206,18 +206,15 @@ def test_a_figure_that_a_stored_profile_lacks_is_assumed(tmp_path):
 
 SPOILED = {
     "gap_us: expected 0 <= low": lambda raw: raw["figures"]["gap_us"].update(low=3),
-    "gap_us: expected 0 <= low <= value": lambda raw: raw["figures"]["gap_us"].update(value=math.nan),
+    "JSON is malformed": lambda raw: raw["figures"]["gap_us"].update(value=math.nan),
     "a rate above 0": lambda raw: raw["figures"]["fill_gb_per_s"].update(low=0),
-    "more": lambda raw: raw.update(more=1),
-    "device: expected text": lambda raw: raw.update(device=None),
-    "name: expected text": lambda raw: raw.update(name=3),
-    "NoneType": lambda raw: raw.update(figures=None),
-    "'int' is not iterable": lambda raw: raw.update(unknown=3),
-    "'list' object": lambda raw: raw.update(error=[0.1]),
-    "float": lambda raw: raw.update(error=0.1),
-    "'str'": lambda raw: raw.update(error={"queued": "0.1"}),
-    "error: expected a number from 0 on for queued": lambda raw: raw.update(error={"queued": -0.1}),
-    "error: expected a number": lambda raw: raw.update(error={"queued": math.nan}),
+    "got `null` - at `$.device`": lambda raw: raw.update(device=None),
+    "got `int` - at `$.name`": lambda raw: raw.update(name=3),
+    "at `$.figures`": lambda raw: raw.update(figures=None),
+    "at `$.unknown`": lambda raw: raw.update(unknown=3),
+    "at `$.error`": lambda raw: raw.update(error=[0.1]),
+    "Expected `float`, got `str` - at `$.error": lambda raw: raw.update(error={"queued": "0.1"}),
+    "Expected `float` >= 0.0": lambda raw: raw.update(error={"queued": -0.1}),
 }
 
 
