@@ -211,36 +211,41 @@ def _unfit(dsts: Sequence[Tensor], srcs: Sequence[Tensor], touched: Callable[[Vi
     return False
 
 
+Copy = Callable[[list[Tensor], list[Tensor]], None]
+
+
 def assert_copies_or_refuses(
-    copy: Callable[[list[Tensor], list[Tensor]], None],
-    dsts: list[Tensor],
-    srcs: list[Tensor],
+    case: Pairs,
+    *copies: Copy,
     refuses: tuple[type[Exception], ...] = (),
     settle: Callable[[], None] = lambda: None,
 ) -> None:
-    """`copy(dsts, srcs)` leaves in memory what a loop of `copy_` does, bit by bit, gaps included.
+    """Every `copy(dsts, srcs)` leaves in memory what a loop of `copy_` does, bit by bit, gaps included.
 
-    Where the pairs must be refused it raises ValueError, or one of `refuses` where given, and leaves every byte
-    as it was. Memory is as before afterwards. `settle` evens out what may differ.
+    Where the pairs must be refused it raises ValueError, or one of `refuses` where given, and leaves every
+    byte as it was. Memory is as before afterwards. `settle` evens out what may differ.
     """
+    dsts, srcs = case
     memory = storages([*dsts, *srcs])
     before = snapshot(memory)
     must = bool(refuses) or must_refuse(dsts, srcs)
     errors = refuses or (ValueError,)
-    try:
-        copy(dsts, srcs)
-    except errors:
-        assert must or may_refuse(dsts, srcs), "refused without need"
-        assert same(memory, before), "refused, but something was written"
-        return
-    assert not must, f"expected {errors}, nothing was raised"
-    settle()
-    copied = snapshot(memory)
-    restore(memory, before)
-    for dst, src in zip(dsts, srcs):
-        dst.copy_(src)
-    settle()
-    assert same(memory, copied), "differs from a loop of copy_"
+    if not must:
+        for dst, src in zip(dsts, srcs):
+            dst.copy_(src)
+        settle()
+    looped = snapshot(memory)
+    for copy in copies:
+        restore(memory, before)
+        try:
+            copy(dsts, srcs)
+        except errors:
+            assert must or may_refuse(dsts, srcs), "refused without need"
+            assert same(memory, before), "refused, but something was written"
+            continue
+        assert not must, "expected a refusal, nothing was raised"
+        settle()
+        assert same(memory, looped), "differs from a loop of copy_"
     restore(memory, before)
 
 

@@ -120,7 +120,7 @@ def test_one_launch_holds_so_many_tensors_and_chunks(limits: ForeachLimits, tens
     st.integers(1, 6),
     st.integers(1, 9),
 )
-@properties(300)
+@properties(200)
 def test_launches_of_multi_tensor_apply(numels: list[int], tensors: int, chunks: int):
     """Against filling the table chunk by chunk, as MultiTensorApply.cuh's loop does."""
     todo = [(t, min(8, numel - start)) for t, numel in enumerate(numels) for start in range(0, numel, 8)]
@@ -204,7 +204,7 @@ def test_explain_counts_the_copies_that_one_call_would_hold():
 
 
 @given(pairs(mutations=(None, 3)))
-@properties(200)
+@properties(100)
 def test_explain_agrees_with_the_launches(case: Pairs):
     step = Step.of(*case)
     for calls in (STRATEGIES["grouped_foreach_dma"](step), grouped(step.pairs)):
