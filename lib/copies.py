@@ -92,8 +92,7 @@ def grouped(pairs: Pairs, dma_bytes: int | None = None) -> list[Call]:
         if large or not can_fuse(dst, src):
             alone.append(Call("copy_", [dst], [src]))
         elif dst.numel() > 0:
-            key = dst.device, dst.dtype, src.dtype
-            groups.setdefault(key, []).append((dst, src))
+            groups.setdefault((dst.device, dst.dtype, src.dtype), []).append((dst, src))
     calls = []
     for group in groups.values():
         op = "copy_" if dma_bytes is not None and len(group) == 1 else "foreach"
@@ -133,6 +132,7 @@ class CopyPlan:
         self.route, self.check, self.misses = route, check, 0
         self.planned, self.stand_ins = [], []
         for dst, dtype in zip(dsts, src_dtypes, strict=True):
+            torch.empty(1, dtype=dst.dtype).copy_(torch.empty(1, dtype=dtype))  # raises now, not in a step
             self.planned.append((Tensor, dst.shape, dtype, dst.device))
             self.stand_ins.append(torch.empty(dst.shape, dtype=dtype, device="meta"))
         self.maybe_lazy = [i for i, t in enumerate(src_dtypes) if t.is_floating_point or t.is_complex]

@@ -35,7 +35,7 @@ RESULT_MIME = "application/vnd.replay-copy.result+json"
 CLAIM_MARK = "✓ "
 PEAK_LIMIT_MB = 1500
 CELL_SECONDS = 900
-SHOWS = re.compile(r"^(?:plots\.)?show\(", re.M)  # a line that shows a figure whenever its cell runs
+SHOWS = re.compile(r"^(?:\w+\.)?show\(", re.M)  # a line that shows a figure whenever its cell runs
 
 # A kernel sees this environment and this checkout, whatever is set where it is started: no other kernel that
 # is named python3, no module in front of ours, no backend that draws elsewhere.

@@ -1,6 +1,6 @@
 """Measure on one GPU what the notebooks say about GPUs: `python scripts/record.py --out data/recordings`.
 
-Needs torch, numpy and pandas only. Makes DIR/<device>-<date>/ for `lib.workbench.recordings` and writes as it
+Needs torch, numpy, pandas and msgspec. Makes DIR/<device>-<date>/ for `lib.workbench.recordings`; writes as it
 goes: whatever ends a run, the lines written so far are valid. Exit status: 0; 1 where the profiler counted
 other launches than lib/launches.py predicts, outputs are not per_copy's, or something failed, each printed;
 2 without a CUDA or ROCm device; 130 after Ctrl-C.
@@ -28,8 +28,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from lib import copies
-from lib.copies import Call
+from lib.copies import Call, run
 from lib.eagle import EagleConfig
 from lib.eagle.model import DraftModel
 from lib.launches import Launch, launches
@@ -41,15 +40,13 @@ from lib.workbench.step import DRAFT, EXTEND, OPTIONS, StepCopies
 from lib.workbench.timing import Timing, measure
 
 WAYS = (*STRATEGIES, *OPTIONS)
+TRACED = "llama3-8b"
 SIZES = (8, 5, 1, 64, 2, 4, 16, 32, 3, 12, 24, 48)  # requests; 5, 3, 12, 24 and 48 are padded
-STEPS = (  # preset, layout, batch sizes
-    ("llama3-8b", "2026-06", SIZES),
-    ("llama3-8b", "int32_seq_lens", (8, 5)),
-    ("llama3-8b", "2026-10", (8, 5)),
-    ("deepseek-v3", "2026-06", SIZES),
-)
-REPLAYS = (("tiny", "2026-06", (8, 5)), ("llama3-8b", "2026-06", (8, 5, 1, 64)))
+STEPS = [(preset, "2026-06", SIZES) for preset in ("llama3-8b", "deepseek-v3")]
+STEPS += [("llama3-8b", layout, (8, 5)) for layout in ("int32_seq_lens", "2026-10")]
+REPLAYS = [("tiny", "2026-06", (8, 5)), ("llama3-8b", "2026-06", (8, 5, 1, 64))]
 TENSORS = (1, 8, 64, 65)  # in one crossover
+DTYPES = (torch.int16, torch.int64)  # bfloat16 is moved as int16
 BYTES = tuple(2**n for n in range(8, 27))  # of each, 256 B to 64 MiB
 DRIVER = "nvidia-smi --query-gpu=driver_version --format=csv,noheader || cat /sys/module/amdgpu/version"
 Way = tuple[Callable[[], object], list[Launch]]  # how to run it, and the launches it should make
@@ -63,22 +60,22 @@ class Gpu:
 
     def facts(self) -> dict[str, object]:
         driver = subprocess.run(DRIVER, shell=True, capture_output=True, text=True).stdout.split()
-        facts = {"device": device_name("cuda"), "driver": (driver or ["unknown"])[0]}
-        return facts | {"cuda": torch.version.cuda, "rocm": torch.version.hip}
+        versions = {"cuda": torch.version.cuda, "rocm": torch.version.hip}
+        return {"device": device_name("cuda"), "driver": (driver or ["unknown"])[0], **versions}
 
     def measure(self, ways: dict[str, Way], rounds: int, calls: int) -> dict[str, Timing]:
-        return measure({name: run for name, (run, _) in ways.items()}, rounds, calls, device="cuda")
+        return measure({name: way for name, (way, _) in ways.items()}, rounds, calls, device="cuda")
 
     def trace(self, ways: dict[str, Way], repeats: int) -> pd.DataFrame:
         """One profiler run of the ways in turn, each in an annotation with its name and on an idle device."""
-        for run, _ in ways.values():
-            run()
+        for way, _ in ways.values():
+            way()
         torch.cuda.synchronize()
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
         with torch.profiler.profile(activities=activities) as profile:
-            for name, (run, _) in list(ways.items()) * repeats:
+            for name, (way, _) in list(ways.items()) * repeats:
                 with torch.profiler.record_function(name):
-                    run()
+                    way()
                 torch.cuda.synchronize()
         return from_profiler(profile)
 
@@ -86,8 +83,8 @@ class Gpu:
 def count_launches(trace: pd.DataFrame) -> dict[str, dict[str, int]]:
     """Launches by kind, by name of the annotations in a trace.
 
-    Work belongs to the annotation in which its host call began, and that of one graph launch counts once. Of
-    several outcomes the most frequent is taken: the profiler may lose an event.
+    Work belongs to the annotation in which its host call began; one graph launch counts once. Of several
+    outcomes the most frequent is taken: the profiler may lose an event.
     """
     calls = trace[trace.kind == "runtime"].drop_duplicates("correlation").set_index("correlation")
     work = trace[trace.kind.isin(DEVICE_KINDS) & trace.correlation.isin(calls.index)]
@@ -107,9 +104,7 @@ class Recorder:
     """Writes one recording. Its meta has what was left out, "skipped", and what went wrong, "problems"."""
 
     def __init__(self, device: Gpu, out: Path, minutes: float, rounds: int) -> None:
-        """Make the folder; with its meta.json it is a recording, though one without rows."""
-        self.device, self.rounds = device, rounds
-        self.deadline = time.monotonic() + 60 * minutes
+        self.device, self.rounds, self.deadline = device, rounds, time.monotonic() + 60 * minutes
         date = datetime.datetime.now(datetime.UTC).date().isoformat()
         self.meta = {"format": FORMAT, "evidence": device.evidence, **device.facts(), "date": date}
         self.meta |= {"torch": torch.__version__, "host": device_name(), "skipped": [], "problems": []}
@@ -142,22 +137,23 @@ class Recorder:
             counted = count_launches(self.device.trace(ways, repeats=3))
         except Exception as error:
             self.note("problems", f"{what}: not counted: {reason(error)}")
-        lines = []
+        rows = []
         for name, (_, made) in ways.items():
             predicted = dict(Counter(launch.kind for launch in made))
             if counted.get(name, predicted) != predicted:
                 self.note("problems", f"{what} {name}: predicted {predicted}, counted {counted[name]}")
             row = {"evidence": self.meta["evidence"], **case, "way": name, "equal": equal.get(name)}
             row |= {"predicted": predicted, "counted": counted.get(name)}
-            row["host_us"] = np.round(timings[name].host_us, 3).tolist()
-            row["gpu_us"] = np.round(timings[name].gpu_us, 3).tolist()
-            lines.append(json.dumps(row) + "\n")
+            row |= {
+                side: np.round(getattr(timings[name], side), 3).tolist() for side in ("host_us", "gpu_us")
+            }
+            rows.append(json.dumps(row) + "\n")
         with open(self.path / f"{table}.jsonl", "a", encoding="utf-8") as file:
-            file.writelines(lines)
+            file.writelines(rows)
 
 
 def steps_of(
-    recorder: Recorder, config: EagleConfig, batch_size: int, model: DraftModel | None = None
+    recorder: Recorder, config: EagleConfig, batch_size: int, model: object
 ) -> dict[str, StepCopies]:
     """Every way's runners with the same batches, tried once; one that cannot run here is noted."""
     steps = {}
@@ -183,15 +179,11 @@ def record_runs(recorder: Recorder, table: str, preset: str, layout: str, batch_
     if model is None:
         ways = {name: (step.copy_inputs, step.launches()) for name, step in steps.items()}
         return recorder.write(table, case, ways, 10, {})
-    ways, equal = {}, {}
+    ways = {name: (step.replay, [*step.launches(), DRAFT, EXTEND]) for name, step in steps.items()}
     expected = [output.clone() for output in steps["per_copy"].replay()]
-    for name, step in steps.items():
-        ways[name] = (step.replay, [*step.launches(), DRAFT, EXTEND])
-        equal[name] = all(map(torch.equal, step.replay(), expected))
-        if not equal[name]:
-            recorder.note(
-                "problems", f"replays {preset} {batch_size}: {name} has other outputs than per_copy"
-            )
+    equal = {name: all(map(torch.equal, step.replay(), expected)) for name, step in steps.items()}
+    for name in (name for name in equal if not equal[name]):
+        recorder.note("problems", f"replays {preset} {batch_size}: other outputs than per_copy by {name}")
     return recorder.write(table, case, ways, 1, equal)
 
 
@@ -211,7 +203,7 @@ def record_crossover(recorder: Recorder, n: int, dtype: torch.dtype, size: int) 
         small = torch.zeros(2, 8, 64, dtype=dtype, device=on)
         calls["in_group"] = [Call("foreach", [*small[0], *dsts], [*small[1], *srcs])]
         calls["beside_group"] = [Call("foreach", list(small[0]), list(small[1])), *calls["memcpy"]]
-    ways = {name: (partial(copies.run, made), launches(made)) for name, made in calls.items()}
+    ways = {name: (partial(run, made), launches(made)) for name, made in calls.items()}
     case = {"dtype": str(dtype)[6:], "n": n, "bytes": size}
     recorder.write("crossover", case, ways, 10 if n * size < 2**24 else 2, {})
 
@@ -219,25 +211,25 @@ def record_crossover(recorder: Recorder, n: int, dtype: torch.dtype, size: int) 
 def record_traces(recorder: Recorder, preset: str) -> None:
     """A trace of eight steps a way; and "calibration", from which the profile is fitted."""
     config, on = EagleConfig.preset(preset), recorder.device.torch_device
-    steps = steps_of(recorder, config, 8)
-    cases = {name: {name: (step.copy_inputs, step.launches())} for name, step in steps.items()}
+    cases = {}
+    for name, step in steps_of(recorder, config, 8, None).items():
+        cases[name] = {name: (step.copy_inputs, step.launches())}
     blocks = torch.zeros(2, 8, 2**22, dtype=torch.uint8, device=on)  # between fills: a burst of memcpys
     small = blocks.view(2, -1, 64)
     pairs = [Call("copy_", [dst], [src]) for dst, src in zip(*blocks)]
     calls = {"one fill": [Call("fill_", [small[0, 0]])], "8 of 4 MiB": pairs}
     for n in (2, 16, 64):
         calls[f"{n} in one call"] = [Call("foreach", list(small[0, :n]), list(small[1, :n]))]
-    cases["calibration"] = {name: (partial(copies.run, made), launches(made)) for name, made in calls.items()}
-    for way, batch_size in itertools.product(("grouped_foreach", "per_copy"), (8, 5, 63)):
+    cases["calibration"] = {name: (partial(run, made), launches(made)) for name, made in calls.items()}
+    for way, batch_size in itertools.product(
+        ("grouped_foreach", "per_copy"), (8, 5, config.max_batch_size - 1)
+    ):
         step = StepCopies.build(config, way, batch_size, on)
         cases["calibration"][f"{way} {batch_size}"] = (step.copy_inputs, step.launches())
     for name, ways in cases.items():
         trace = recorder.device.trace(ways, repeats=8)
         trace.attrs |= {key: recorder.meta[key] for key in ("device", "evidence")}
         to_chrome_trace(trace, recorder.path / "traces" / f"{name}.json.gz")
-
-
-def record_profile(recorder: Recorder) -> None:
     source = "{evidence} by scripts/record.py, driver {driver}, torch {torch}".format(**recorder.meta)
     trace = load_trace(recorder.path / "traces" / "calibration.json.gz")
     profile = fit_profile(trace, recorder.path.name, source, recorder.meta["date"])
@@ -251,13 +243,12 @@ def record(device: Gpu, out: Path, minutes: float = 8.0, quick: bool = False) ->
     """
     recorder = Recorder(device, out, minutes, rounds=5 if quick else 20)
     few = 2 if quick else None
-    cases: list[tuple] = [(record_traces, "llama3-8b"), (record_profile,)]
+    cases: list[tuple] = [(record_traces, TRACED)]
     for table, runs in (("steps", STEPS), ("replays", REPLAYS)):
         for preset, layout, sizes in runs[:few]:
             cases += [(record_runs, table, preset, layout, size) for size in sizes[:few]]
-    dtypes = (torch.int16, torch.int64)[: few and 1]  # bfloat16 is moved as int16
-    sizes = BYTES[:: len(BYTES) // 3] if quick else BYTES
-    cases += itertools.product([record_crossover], TENSORS[:few], dtypes, sizes)
+    sizes = BYTES[:: 6 if quick else 1]
+    cases += itertools.product([record_crossover], TENSORS[:few], DTYPES[:few], sizes)
     for work, *arguments in cases:
         what = " ".join(map(str, [work.__name__.removeprefix("record_"), *arguments]))
         if time.monotonic() > recorder.deadline:
@@ -279,14 +270,12 @@ def summary(path: Path) -> str:
     """One screen: a line a way for batch 8 of the first preset, what was left out, what went wrong."""
     recording = load(path)
     rows = recording.where("steps", batch_size=8, preset="llama3-8b", layout="2026-06")
-    shown = [
-        [row.way, row.counted, np.median(row.host_us), np.median(row.gpu_us)] for row in rows.itertuples()
-    ]
-    table = pd.DataFrame(shown, columns=["way", "counted", "host us", "gpu us"]).round(1).to_string()
-    notes = [
-        f"{what}: {text[:150]}" for what in ("skipped", "problems") for text in recording.meta[what][:10]
-    ]
-    return "\n".join([recording.label(), table, f"dma_bytes: {recording.dma_bytes()}", *notes, str(path)])
+    lines = [recording.label(), f"dma_bytes: {recording.dma_bytes()}"]
+    for row in rows.itertuples():
+        medians = f"host {np.median(row.host_us):.1f} us, GPU {np.median(row.gpu_us):.1f} us"
+        lines.append(f"{row.way}: {row.counted}, {medians}")
+    lines += [f"skipped: {text[:150]}" for text in recording.meta["skipped"][:10]]
+    return "\n".join([*lines, *recording.meta["problems"][:10], str(path)])
 
 
 def reason(error: Exception) -> str:

@@ -33,7 +33,7 @@ ANSWER = """Before a CUDA graph is replayed, the step's inputs are copied into i
 step of speculative decoding. Grouping the small fields by dtype and leaving the large one to a driver memcpy
 fills the same buffers, bit for bit, with far fewer launches."""
 KINDS = {
-    "counted": "exact, from shapes, strides and dtypes; the same on every machine",
+    "counted": "by PyTorch's rules, from shapes, strides and dtypes: a prediction until a profiler has seen it",
     "measured": "timed in this run, on this machine",
     "recorded": "read from a file, measured on the device it names",
     "modelled": "from the device model, with the profile and the error it names",
@@ -135,7 +135,7 @@ def _figure(figure: dict[str, str], run: Path) -> str:
     png = _picture(run, figure["file"])
     if png is None:
         return f'<p class="failed">No picture in {escape(figure["file"])}: {escape(alt)}</p>'
-    evidence = f"<br><small>{escape(figure['evidence'])}</small>" if figure["evidence"] else ""
+    evidence = "".join(f"<br><small>{escape(line)}</small>" for line in figure["evidence"].splitlines())
     image = f'<img alt="{escape_html(plain(alt))}" src="data:image/png;base64,{png}">'
     link = f'<a href="{quote(figure["file"])}" title="full size">{image}</a>'
     return f"<figure>{link}<figcaption>{escape(alt)}{evidence}</figcaption></figure>"
@@ -168,9 +168,10 @@ def _evidence(notebooks: list[dict[str, Any]], on: str) -> str:
     uses: dict[str, dict[str, list[str]]] = {}
     for notebook in notebooks:
         for figure in notebook["figures"]:
-            kind, _, where = figure["evidence"].partition(" · ")
-            if kind in KINDS:
-                uses.setdefault(kind, {}).setdefault(where, []).append(_words(figure["name"]))
+            for line in figure["evidence"].splitlines():
+                kind, _, where = line.partition(" · ")
+                if kind in KINDS:
+                    uses.setdefault(kind, {}).setdefault(where, []).append(_words(figure["name"]))
         for result in notebook["results"]:
             where = on if result["kind"] == "measured" else result["note"]
             uses.setdefault(result["kind"], {}).setdefault(where, []).append(_words(result["name"]))

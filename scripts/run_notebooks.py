@@ -29,7 +29,7 @@ from command_line import (
 
 MACHINE = """
 import json, platform, sys, torch
-from lib.evidence import choose_device, device_name
+from lib.workbench.evidence import choose_device, device_name
 device = choose_device(sys.argv[1])
 print(json.dumps({"device": device, "name": device_name(device), "torch": torch.__version__,
                   "python": platform.python_version(), "system": platform.platform()}))

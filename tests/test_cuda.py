@@ -2,152 +2,125 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lib import record
-from lib.eagle import (
-    DraftBatch,
-    DraftExtendBatch,
-    EagleConfig,
-    EagleDraftCudaGraphRunner,
-    EagleDraftExtendCudaGraphRunner,
-)
+from lib.copies import Call, grouped_foreach_copy_, run
+from lib.eagle import EagleConfig
 from lib.eagle.graph import CudaGraph
 from lib.eagle.model import DraftModel
-from lib.grouped_copy import grouped_foreach_copy_
-from lib.routes import Launch, foreach_limits
-from lib.strategies import ANY_SOURCES, STRATEGIES
+from lib.launches import foreach_limits, launches
+from lib.strategies import STRATEGIES, Step
+from tests.stand_in import record
 from tests.tensors import Pairs, must_refuse, pairs, properties
+from tests.test_eagle_runners import RUNNERS, WAYS, both_runners
 
 pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA or ROCm device"),
     pytest.mark.filterwarnings("ignore:Casting complex values"),
 ]
-RUNNERS = [(EagleDraftCudaGraphRunner, DraftBatch), (EagleDraftExtendCudaGraphRunner, DraftExtendBatch)]
+DEVICE = "cuda"
 INTEGERS = [torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64]
 FLOATS = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
-@pytest.fixture(scope="module")
-def model() -> DraftModel:
-    return DraftModel.random(EagleConfig.tiny(), "cuda")
+def assert_counted_as_predicted(calls: dict[str, list[Call]]) -> None:
+    """The profiler finds the launches that `launches` predicts, by kind, for each list of calls."""
+    ways = {name: (lambda made=made: run(made), launches(made)) for name, made in calls.items()}
+    counted = record.count_launches(record.Gpu().trace(ways, repeats=3))
+    predicted = {name: dict(Counter(launch.kind for launch in made)) for name, (_, made) in ways.items()}
+    assert {name: counted.get(name, {}) for name in predicted} == predicted
 
 
-@pytest.fixture
-def recorder(tmp_path) -> record.Recorder:
-    return record.Recorder(record.GpuDevice(), tmp_path, minutes=5)
+@both_runners
+@pytest.mark.parametrize("layout", ["2026-06", "2026-10"])
+def test_graphs_replay_what_per_copy_and_eager_compute(table: str, layout: str):
+    """Bit by bit per_copy's outputs, for padded and full batches, in any way; close to eager ones."""
+    config = EagleConfig.tiny(layout=layout)
+    model = DraftModel.random(config, DEVICE)
+    reference = WAYS["per_copy"].runner(table, config, device=DEVICE, model=model)
+    for name, way in WAYS.items():
+        runner = way.runner(table, config, device=DEVICE, model=model)
+        for seed, batch_size in enumerate((8, 5, 1, 8, 3, 2)):
+            batch = RUNNERS[table][1].random(config, batch_size, seed, DEVICE)
+            expected = [t.clone() for t in reference.replay(batch)]
+            outputs = runner.replay(way.lay(runner, batch))
+            assert all(isinstance(graph, CudaGraph) for graph in runner.graphs.values())
+            assert all(map(torch.equal, outputs, expected)), (name, batch_size)
+            captured = reference.padded_batch_size(batch_size)
+            for a, b in zip(expected, reference.forward(reference.buffers.inputs(captured))):
+                torch.testing.assert_close(a, b[: len(a)])
 
 
-def or_skip(strategy: str, act):
-    """What `act` returns; skips where the machine lacks what a strategy needs, a compiler say."""
-    try:
-        return act()
-    except (ImportError, NotImplementedError) as error:
-        pytest.skip(f"{strategy}: {error}")
-
-
-@pytest.mark.parametrize("classes", RUNNERS, ids=("draft", "draft_extend"))
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_graphs_are_captured_and_replay_what_per_copy_and_eager_compute(strategy, classes, model):
-    """Bit by bit per_copy's outputs, for every batch size, twice with other inputs; close to eager ones."""
-    runner_class, batch_class = classes
-    config = model.config
-    runner, reference = (runner_class(config, name, "cuda", model) for name in (strategy, "per_copy"))
-    for seed, batch_size in enumerate((8, 5, 1, 8, 3, 2)):
-        batch = batch_class.random(config, batch_size, seed, "cuda")
-        expected = [t.clone() for t in reference.replay(batch)]
-        outputs = or_skip(strategy, lambda batch=batch: runner.replay(runner.place(batch)))
-        assert all(isinstance(graph, CudaGraph) for graph in runner.graphs.values())
-        for name, a, b in zip(outputs._fields, outputs, expected):
-            assert torch.equal(a, b), f"{name}, batch {batch_size}"
-        padded = reference.padded_batch_size(batch_size)
-        for a, b in zip(expected, reference.forward(reference.buffers.inputs(padded))):
-            torch.testing.assert_close(a, b[: len(a)])
-
-
-def on_gpu(tensors: list[Tensor], storages: dict) -> list[Tensor]:
+def on_device(tensors: list[Tensor], storages: dict) -> list[Tensor]:
     """The same tensors, strides, sharing and lazy bits included, over storages moved to the GPU."""
     moved = []
     for t in tensors:
         key = t.untyped_storage().data_ptr()
         if key not in storages:
-            storages[key] = t.untyped_storage().cuda()
-        if t.is_meta:
-            moved.append(t)
-            continue
-        there = torch.empty(0, dtype=t.dtype, device="cuda")
-        there = there.set_(storages[key], t.storage_offset(), t.shape, t.stride())
+            storages[key] = torch.empty(0, dtype=torch.uint8).set_(t.untyped_storage()).to(DEVICE)
+        there = torch.empty(0, dtype=t.dtype, device=DEVICE)
+        there = there.set_(storages[key].untyped_storage(), t.storage_offset(), t.shape, t.stride())
         there = there.conj() if t.is_conj() else there
         moved.append(torch._neg_view(there) if t.is_neg() else there)
     return moved
 
 
-def all_bytes(storages: dict) -> list[Tensor]:
-    return [torch.empty(0, dtype=torch.uint8, device="cuda").set_(s) for s in storages.values()]
-
-
-@given(
-    st.sampled_from([INTEGERS, FLOATS]).flatmap(lambda dtypes: pairs(dtypes, mutations=("", "interleaved")))
-)
-@properties(400)
+@given(st.sampled_from([INTEGERS, FLOATS]).flatmap(lambda dtypes: pairs(dtypes, mutations=(None, 3, 8))))
+@properties(300)
 def test_strategies_leave_on_the_device_the_bits_of_a_loop_of_copy(case: Pairs):
     """Any strides and sharing, gaps included; where a float is converted a NaN may have another payload."""
     storages: dict = {}
-    dsts, srcs = (on_gpu(side, storages) for side in case)
-    if must_refuse(dsts, srcs):
-        return
-    memory = all_bytes(storages)
-    before = [t.clone() for t in memory]
+    dsts, srcs = (on_device(side, storages) for side in case)
+    before = {key: memory.clone() for key, memory in storages.items()}
 
-    def after(copy) -> list[Tensor]:
-        for t, bits in zip(memory, before):
-            t.copy_(bits)
-        copy()
+    def after(calls: list[Call]) -> list[Tensor]:
+        for key, memory in storages.items():
+            memory.copy_(before[key])
+        run(calls)
         for dst, src in zip(dsts, srcs):
             if dst.dtype != src.dtype and dst.is_floating_point():
-                dst.nan_to_num_(nan=0.0, posinf=float("inf"), neginf=-float("inf"))
-        return [t.clone() for t in memory]
+                dst.masked_fill_(dst.isnan(), torch.nan)
+        return [memory.clone() for memory in storages.values()]
 
-    expected = after(lambda: [dst.copy_(src) for dst, src in zip(dsts, srcs)])
-    for name, strategy in ANY_SOURCES.items():
+    if must_refuse(*case):
+        return
+    expected = after([Call("copy_", [dst], [src]) for dst, src in zip(dsts, srcs)])
+    for name, strategy in STRATEGIES.items():
         try:
-            found = after(lambda strategy=strategy: strategy(dsts, srcs))
-        except (ImportError, ValueError, RuntimeError) as error:
-            assert name not in ("per_copy", "grouped_foreach", "grouped_foreach_dma"), error
+            calls = strategy(Step.of(dsts, srcs))
+        except (ValueError, RuntimeError):
+            assert name == "uint8_view"
             continue
-        assert all(map(torch.equal, found, expected)), name
+        assert all(map(torch.equal, after(calls), expected)), name
 
 
-@pytest.mark.parametrize("layout", ["int64_seq_lens", "int32_seq_lens"])
+@pytest.mark.parametrize("layout", ["2026-06", "2026-10", "int32_seq_lens"])
 @pytest.mark.parametrize("batch_size", [8, 5])
-def test_predicted_launches_of_a_step_are_those_counted(layout, batch_size, recorder):
+def test_predicted_launches_of_a_step_are_those_counted(layout: str, batch_size: int):
     config = EagleConfig.preset("llama3-8b", layout=layout)
-    steps = record.steps_of(recorder, "steps", config, batch_size)
-    assert set(steps) >= {"per_copy", "grouped_foreach", "grouped_foreach_dma"}
-    counts = recorder.count({name: record.step_way(step) for name, step in steps.items()}, "step")
-    assert recorder.meta["problems"] == []
-    assert sum(counts["per_copy"]["counted"].values()) == (16 if batch_size == 8 else 30)
-
-
-def test_predicted_launches_of_a_replay_are_those_counted(model, recorder):
-    steps = record.steps_of(recorder, "replays", model.config, 5, model)
-    ways = {name: record.step_way(step, replay=True) for name, step in steps.items()}
-    counts = recorder.count(ways, "replay")
-    assert recorder.meta["problems"] == []
-    assert all(found["counted"]["graph"] == 2 for found in counts.values())
+    calls = {}
+    for table, (_, batch_class) in RUNNERS.items():
+        for name, way in WAYS.items():
+            if (layout, name) != ("int32_seq_lens", "uint8_view"):
+                runner = way.runner(table, config, device=DEVICE)
+                batch = batch_class.random(config, batch_size, device=DEVICE)
+                calls[f"{table} {name}"] = runner.calls(way.lay(runner, batch))
+    assert_counted_as_predicted(calls)
 
 
 def odd_pairs() -> dict[str, tuple[Tensor, Tensor]]:
     """Sources that engines have at hand, and what the rules of Copy.cu are about."""
-    wide = torch.arange(64 * 64, device="cuda").view(64, 64)
-    new = lambda *shape, dtype=torch.int64: torch.zeros(shape, dtype=dtype, device="cuda")  # noqa: E731
-    lazy = torch.arange(8, device="cuda").to(torch.complex64)
+    wide = torch.arange(64 * 64, device=DEVICE).view(64, 64)
+    new = lambda *shape, dtype=torch.int64: torch.zeros(shape, dtype=dtype, device=DEVICE)  # noqa: E731
+    lazy = torch.arange(8, device=DEVICE).to(torch.complex64)
     same = new(8)
     return {
         "contiguous": (new(64), wide[0]),
@@ -167,32 +140,33 @@ def odd_pairs() -> dict[str, tuple[Tensor, Tensor]]:
         "conjugate both": (new(8, dtype=torch.complex64).conj(), lazy.conj()),
         "uint16": (new(64, dtype=torch.uint16), new(64, dtype=torch.uint16)),
         "large": (new(2**20), new(2**20)),
+        "pageable upload": (new(64), wide[0].cpu()),
+        "pinned upload": (new(64), wide[0].cpu().pin_memory()),
+        "download": (torch.zeros(64, dtype=torch.int64), wide[0]),
     }
 
 
-def test_predicted_routes_of_single_copies_are_those_counted(recorder):
+def test_predicted_routes_of_single_calls_are_those_counted():
     cases = odd_pairs()
-    ways = {f"copy_ {name}": record.copies([dst], [src]) for name, (dst, src) in cases.items()}
-    fusable = [name for name in cases if name not in ("empty", "uint16")]
-    ways |= {f"foreach {name}": record.copies(*([t] for t in cases[name]), fused=1) for name in fusable}
-    together = {"broken by one slice": ["contiguous", "large", "slice of wider rows"],
-                "whole": ["contiguous", "large", "whole rows"]}  # fmt: skip
-    for what, names in together.items():
-        ways[what] = record.copies(*zip(*(cases[name] for name in names)), fused=len(names))
-    counts = recorder.count(ways, "single")
-    assert recorder.meta["problems"] == []
-    assert counts["whole"]["counted"] == {"foreach": 1}
+    calls = {f"copy_ {name}": [Call("copy_", [dst], [src])] for name, (dst, src) in cases.items()}
+    for name, (dst, src) in cases.items():
+        refused = name in ("empty", "uint16") or "conjugate" in name
+        if not refused and dst.device == src.device:
+            calls[f"foreach {name}"] = [Call("foreach", [dst], [src])]
+    for odd in ("slice of wider rows", "whole rows"):
+        dsts, srcs = zip(*(cases[name] for name in ("contiguous", "large", odd)))
+        calls[f"foreach with {odd}"] = [Call("foreach", list(dsts), list(srcs))]
+    calls["fill"] = [Call("fill_", [cases["contiguous"][0]], value=3)]
+    assert_counted_as_predicted(calls)
 
 
-def test_one_launch_holds_64_tensors_or_what_this_build_is_inferred_to_hold(recorder):
-    """A difference here tells that lib.routes.foreach_limits infers the limits of this build wrong."""
-    ways = {}
-    for n in (64, 65):
-        tensors = [torch.zeros(8, dtype=torch.int64, device="cuda") for _ in range(n)]
-        ways[str(n)] = record.copies(tensors, [t.clone() for t in tensors], fused=n)
-    counts = recorder.count(ways, "limit")
-    assert counts["64"]["counted"] == {"foreach": 1}
-    assert counts["65"]["counted"] == {"foreach": 1 if foreach_limits().tensors >= 65 else 2}
+def test_one_launch_holds_64_tensors_or_what_this_build_is_inferred_to_hold():
+    """A difference here tells that lib.launches.foreach_limits infers the limits of this build wrong."""
+    calls = {}
+    for n in (64, foreach_limits().tensors, foreach_limits().tensors + 1):
+        tensors = [torch.zeros(8, dtype=torch.int64, device=DEVICE) for _ in range(n)]
+        calls[str(n)] = [Call("foreach", tensors, [t.clone() for t in tensors])]
+    assert_counted_as_predicted(calls)
 
 
 def test_mixed_destinations_of_one_source_dtype_by_release():
@@ -201,8 +175,8 @@ def test_mixed_destinations_of_one_source_dtype_by_release():
     Fixed by pull request 173531, of January 2026: wrong up to 2.9, right from 2.11 on, 2.10 not known here.
     Grouped by the pair of dtypes the copy is right on every release.
     """
-    srcs = [torch.arange(1, 9, device="cuda") for _ in range(2)]
-    dsts = [torch.zeros(8, dtype=dtype, device="cuda") for dtype in (torch.int32, torch.int64)]
+    srcs = [torch.arange(1, 9, device=DEVICE) for _ in range(2)]
+    dsts = [torch.zeros(8, dtype=dtype, device=DEVICE) for dtype in (torch.int32, torch.int64)]
     torch._foreach_copy_(dsts, srcs)
     right = all(map(torch.equal, dsts, (srcs[0].int(), srcs[1])))
     if RELEASE <= (2, 9):
@@ -213,14 +187,3 @@ def test_mixed_destinations_of_one_source_dtype_by_release():
         dst.zero_()
     grouped_foreach_copy_(dsts, srcs)
     assert torch.equal(dsts[0], srcs[0].int()) and torch.equal(dsts[1], srcs[1])
-
-
-def test_fills_are_one_kernel_each(recorder):
-    t = torch.ones(64, device="cuda")
-    fill = Launch("fill", 1, t.nbytes, "one fill", "fill_")
-    ways = {
-        "fill_": record.Way(lambda: t.fill_(3), [fill], []),
-        "zero_": record.Way(lambda: t.zero_(), [fill], []),
-    }
-    recorder.count(ways, "fills")
-    assert recorder.meta["problems"] == []

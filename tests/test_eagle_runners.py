@@ -1,11 +1,14 @@
-"""The two runners: launches, padding, copies, errors, and outputs that do not depend on the strategy."""
+"""The two runners: launches, padding, copies, errors; outputs do not depend on the way of copying."""
 
-from dataclasses import fields, replace
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from importlib.util import find_spec
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from torch import Tensor
 
 from lib.eagle import (
     DraftBatch,
@@ -14,206 +17,348 @@ from lib.eagle import (
     EagleDraftCudaGraphRunner,
     EagleDraftExtendCudaGraphRunner,
 )
-from lib.eagle.fields import PRESETS
+from lib.eagle.fields import LAYOUTS, OPTIONS, Batch
 from lib.eagle.graph import GraphBackend
 from lib.eagle.model import DraftModel, DraftOutput
-from lib.strategies import ANY_SOURCES
-from tests.skipping import Skip
+from lib.eagle.runners import GraphRunner
+from lib.launches import KINDS, launches
+from lib.strategies import STRATEGIES, Step
+from tests.tensors import Watched, run_watched, same, snapshot
 
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:.*encountered in cast"),
+]
 TINY = EagleConfig.tiny()
 RUNNERS = {
     "draft": (EagleDraftCudaGraphRunner, DraftBatch),
     "draft_extend": (EagleDraftExtendCudaGraphRunner, DraftExtendBatch),
 }
 both_runners = pytest.mark.parametrize("table", RUNNERS)
+NO_TRITON = find_spec("triton") is None
+NEED_TRITON = ("small_copy", "fused")
+SIZES = [3, 8, 1, 7, 2, 5, 4, 6, 5, 3, 3, 8]  # ragged, padded and not, up and down, the same again
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+@dataclass
+class Way:
+    """A way to have a batch in the buffers: a strategy, or an option and batches written in place."""
+
+    options: dict
+    placed: bool = False
+
+    def runner(self, table: str, config: EagleConfig = TINY, **more) -> GraphRunner:
+        return RUNNERS[table][0](config, **self.options, **more)
+
+    def lay(self, runner: GraphRunner, batch: Batch) -> Batch:
+        return runner.place(batch) if self.placed else batch
 
 
-def make(table: str, config: EagleConfig = TINY, strategy="grouped_foreach_dma", model=None, **batch):
-    runner, batch_type = RUNNERS[table]
-    return runner(config, strategy, model=model), batch_type.random(config, **{"batch_size": 3, **batch})
+WAYS = {
+    **{name: Way({"strategy": name}) for name in STRATEGIES},
+    "one_allocation": Way({"one_allocation": True}, placed=True),
+    "copy_in_graph": Way({"copy_in_graph": True}, placed=True),
+    "in place": Way({}, placed=True),
+}
 
 
-def snapshot(runner):
-    return {n: t.clone() for n, t in runner.buffers.tensors.items()}
+def ways_for(layout: str, without: tuple[str, ...] = ()) -> Iterator[str]:
+    for name in WAYS:
+        converts = layout == "int32_seq_lens" and name == "uint8_view"
+        if not converts and name not in without and not (NO_TRITON and name in NEED_TRITON):
+            yield name
 
 
-def same(a, b):
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+def make(table: str, config: EagleConfig = TINY, strategy="grouped_foreach_dma", **batch):
+    runner, batch_class = RUNNERS[table]
+    return runner(config, strategy), batch_class.random(config, **{"batch_size": 3, **batch})
 
 
-# ---- launches: the table of facts.md section 1 -------------------------------------------------------------
+def buffers_of(runner: GraphRunner) -> list[Tensor]:
+    return list(runner.buffers.tensors.values())
+
+
+def given(batch: Batch) -> dict[str, Tensor]:
+    values = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+# ---- launches, by date -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("strategy", "layout", "batch_size", "expected"),
+    ("way", "layout", "full", "padded"),
     [
-        ("per_copy", "int64_seq_lens", 4, (7, 9)),
-        ("grouped_foreach", "int64_seq_lens", 4, (3, 3)),
-        ("grouped_foreach_dma", "int64_seq_lens", 4, (3, 3)),
-        ("uint8_view", "int64_seq_lens", 4, (2, 2)),
-        ("per_copy", "int64_seq_lens", 3, (14, 16)),
-        ("grouped_foreach_dma", "int64_seq_lens", 3, (10, 10)),
-        ("per_copy", "int32_seq_lens", 4, (7, 9)),
-        ("grouped_foreach_dma", "int32_seq_lens", 4, (4, 4)),
-        ("grouped_foreach_dma", "int32_seq_lens", 3, (11, 11)),
+        ("per_copy", "2026-06", 16, 30),
+        ("uint8_view", "2026-06", 4, 18),
+        ("grouped_foreach", "2026-06", 6, 20),
+        ("grouped_foreach_dma", "2026-06", 6, 20),
+        ("small_copy", "2026-06", 4, 18),
+        ("copy_plan", "2026-06", 6, 6),
+        ("fused", "2026-06", 2, 2),
+        ("one_allocation", "2026-06", 2, 2),
+        ("copy_in_graph", "2026-06", 0, 0),
+        ("in place", "2026-06", 0, 0),
+        ("per_copy", "2026-10", 17, 31),
+        ("grouped_foreach_dma", "2026-10", 6, 20),
+        ("small_copy", "2026-10", 4, 18),
+        ("copy_plan", "2026-10", 6, 6),
+        ("fused", "2026-10", 2, 2),
+        ("per_copy", "int32_seq_lens", 16, 30),
+        ("grouped_foreach_dma", "int32_seq_lens", 8, 22),
+        ("copy_plan", "int32_seq_lens", 8, 8),
+        ("fused", "int32_seq_lens", 2, 2),
+        ("one_allocation", "int32_seq_lens", 2, 2),
     ],
 )
-@pytest.mark.parametrize("preset", PRESETS)
-def test_launches(preset, strategy, layout, batch_size, expected):
-    config = EagleConfig.preset(preset, layout=layout)
-    launches = [
-        runner.launches(batch)
-        for runner, batch in (make(t, config, strategy, batch_size=batch_size) for t in RUNNERS)
-    ]
-    assert tuple(map(len, launches)) == expected
-    small = [launch for each in launches for launch in each]
-    fills = 0 if batch_size in config.capture_batch_sizes else 14
-    assert sum(launch.kind == "fill" for launch in small) == fills
-    assert sum(launch.n_copies for launch in small if launch.kind != "fill") == 16
+def test_launches_of_both_replays(way: str, layout: str, full: int, padded: int):
+    for preset, device in (("tiny", "cpu"), ("llama3-8b", "meta"), ("deepseek-v3", "meta")):
+        config = EagleConfig.preset(preset, layout=layout)
+        for batch_size, expected in ((4, full), (3, padded)):
+            made = []
+            for table, (_, batch_class) in RUNNERS.items():
+                runner = WAYS[way].runner(table, config, device=device)
+                batch = batch_class.random(config, batch_size).to(device)
+                made += runner.launches(WAYS[way].lay(runner, batch))
+                assert runner.model is None  # gigabytes, for a large preset
+            large = [
+                x for x in made if way == "fused" and x.kind == "memcpy"
+            ]  # hidden_states of draft-extend
+            assert len(made) - len(large) == expected, (preset, batch_size)
+            assert len(large) == (way == "fused" and preset != "tiny")
 
 
 def test_the_converting_copy_is_an_elementwise_kernel():
     runner, batch = make("draft", EagleConfig.tiny(layout="int32_seq_lens"), "per_copy", batch_size=4)
-    kinds = [launch.kind for launch in runner.launches(batch)]
-    assert kinds == ["elementwise"] + ["memcpy"] * 6  # seq_lens comes first
-
-
-def test_byte_view_refuses_the_converting_layout():
-    runner, batch = make("draft", EagleConfig.tiny(layout="int32_seq_lens"), "uint8_view", batch_size=4)
-    before = snapshot(runner)
+    assert [x.kind for x in runner.launches(batch)] == ["elementwise"] + ["memcpy"] * 6  # seq_lens first
+    runner.strategy = "uint8_view"
+    before = snapshot(buffers_of(runner))
     with pytest.raises(ValueError, match="seq_lens"):
         runner.copy_inputs(batch)
-    assert same(before.values(), runner.buffers.tensors.values())
+    assert same(buffers_of(runner), before)
 
 
-def test_optional_fields():
+def test_optional_fields_cost_what_they_cost_in_sglang():
     runner, batch = make("draft_extend", strategy="per_copy", batch_size=4)
     bare = replace(batch, num_correct_drafts=None, num_accept_tokens=None)
     assert len(runner.launches(bare)) == 7
     bare.extend_seq_lens = None  # filled with w instead of copied
     assert [launch.kind for launch in runner.launches(bare)].count("fill") == 1
-    runner.buffers.tensors["extend_seq_lens"].zero_()
-    runner.copy_inputs(bare)
-    w = TINY.num_draft_tokens
-    assert runner.buffers.tensors["extend_seq_lens"].tolist() == [w] * 4 + [0] * 4
-    padded = DraftExtendBatch.random(TINY, 3)
-    padded.extend_seq_lens = None  # the fill of the padding has done it
+    padded = replace(DraftExtendBatch.random(TINY, 3), extend_seq_lens=None)  # the padding's fill does it
     assert [launch.kind for launch in runner.launches(padded)].count("fill") == 7
+    every = EagleConfig.tiny(layout="2026-10", options=OPTIONS)
+    for table, copies, fills in (("draft", 7 + 8, 7 + 5), ("draft_extend", 10 + 2, 7 + 2)):
+        runner, batch = make(table, every, "per_copy", batch_size=4)
+        assert len(runner.launches(batch)) == copies
+        assert len(runner.launches(type(batch).random(every, 3))) == copies + fills
 
 
-def test_debug_ids_join_where_both_sides_have_them():
-    with_ids = EagleConfig.tiny(debug_ids=True)
-    runner, batch = make("draft", with_ids, "per_copy")
-    assert len(runner.launches(batch)) == 9 + 9
-    runner.copy_inputs(batch)
-    assert runner.buffers.tensors["bootstrap_room_ids_int"].tolist() == [0, 1, 2] + [-1] * 5
-    runner, _ = make("draft", TINY, "per_copy")  # has no buffers for them
-    assert len(runner.launches(batch)) == 7 + 7
+# ---- copies, padding, outputs ------------------------------------------------------------------------------
 
 
-# ---- copies and padding ------------------------------------------------------------------------------------
+def ragged(table: str, config: EagleConfig, sizes: list[int] = SIZES) -> list[Batch]:
+    """Batches of these sizes, optional fields coming and going."""
+    batches = []
+    for seed, batch_size in enumerate(sizes):
+        batch = RUNNERS[table][1].random(config, batch_size, seed)
+        for i, field in enumerate(config.table(table)):
+            if not field.required and field.name != "hidden_states" and (seed + i) % 3 == 0:
+                setattr(batch, field.name, None)
+        batches.append(batch)
+    return batches
+
+
+def outputs_of(runner: GraphRunner, batches: list[Batch]) -> list[list[Tensor]]:
+    return [snapshot(runner.replay(batch)) for batch in batches]
+
+
+def assert_rows(runner: GraphRunner, batch: Batch) -> None:
+    """Real rows hold the batch; rows of padding, up to what the graph reads, their value."""
+    config, captured = runner.config, runner.padded_batch_size(batch.batch_size)
+    for field in config.table(runner.table):
+        source, pad = getattr(batch, field.name), config.pad_value(field)
+        rows = runner.buffers.rows(field, captured).movedim(field.dim, 0)
+        n = config.rows(field, batch.batch_size)
+        if source is not None:
+            assert torch.equal(rows[:n], source.movedim(field.dim, 0).to(rows.dtype)), field.name
+        elif field.fill_if_missing:
+            assert rows[:n].eq(pad).all(), field.name
+        if field.pad is not None and not field.large:  # no real row depends on a large field's padding
+            assert rows[n:].eq(pad).all(), field.name
 
 
 @both_runners
-@pytest.mark.parametrize("layout", ["int64_seq_lens", "int32_seq_lens"])
-@pytest.mark.parametrize("strategy", ["per_copy", "uint8_view", "grouped_foreach", "grouped_foreach_dma"])
-def test_buffers_hold_the_batch_and_the_padding(table, layout, strategy):
-    if strategy == "uint8_view" and layout == "int32_seq_lens":
-        pytest.skip("the byte view refuses conversions, tested above")
-    config = EagleConfig.tiny(layout=layout)
-    for bs in range(1, 9):
-        runner, batch = make(table, config, strategy, batch_size=bs, seed=bs)
-        for t in runner.buffers.tensors.values():
-            t.fill_(77)
-        runner.copy_inputs(batch)
-        captured = runner.padded_batch_size(bs)
-        for f in config.table(table):
-            source, buffer = getattr(batch, f.name), runner.buffers.rows(f, captured)
-            rows = len(source)
-            assert torch.equal(buffer[:rows], source.to(buffer.dtype)), f.name
-            if f.pad is not None and not f.large:  # no real row depends on a large field's padding
-                assert (buffer[rows:] == config.pad_value(f)).all(), f.name
+@pytest.mark.parametrize(("layout", "topk"), [*((layout, 4) for layout in LAYOUTS), ("2026-06", 1)])
+def test_every_way_leaves_the_same_rows_and_outputs(table: str, layout: str, topk: int):
+    """Bit by bit those of per_copy, over ragged batches, whatever the buffers held before."""
+    options = OPTIONS if layout == "2026-10" else ()
+    config = EagleConfig.tiny(layout=layout, topk=topk, options=options)
+    batches = ragged(table, config)
+    expected = outputs_of(WAYS["per_copy"].runner(table, config), batches)
+    for name in ways_for(layout):
+        way = WAYS[name]
+        runner = way.runner(table, config)  # with a model and a pool of its own
+        runner.capture()
+        for buffer in buffers_of(runner):
+            buffer.fill_(7)  # a row, slot and token that there is
+        interpreted = name in NEED_TRITON  # and slow
+        for batch, outputs in list(zip(batches, expected))[: 4 if interpreted else None]:
+            assert same(runner.replay(way.lay(runner, batch)), outputs), (name, batch.batch_size)
+            if name != "one_allocation":  # which has buffers for each captured size
+                assert_rows(runner, batch)
 
 
 @both_runners
-def test_real_rows_do_not_depend_on_padding(table):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_dispatch_mode_sees_the_launches_that_are_counted(table: str, layout: str):
+    config = EagleConfig.tiny(layout=layout, options=OPTIONS if layout == "2026-10" else ())
+    for name in ways_for(layout):
+        runner = WAYS[name].runner(table, config)
+        for batch in ragged(table, config, [4, 3, 7]):
+            calls = runner.calls(WAYS[name].lay(runner, batch))
+            expected = [(KINDS[x.kind].op, x.n_copies, x.bytes) for x in launches(calls)]
+            assert run_watched(calls, host=[runner.buffers.tensors["seq_lens_cpu"]]) == expected, name
+
+
+@both_runners
+def test_work_that_is_interrupted_leaves_nothing_for_later_batches(table: str):
+    """After any operator: no rows of the broken batch, so that no replay writes another request's KV slots."""
+    _, batch_class = RUNNERS[table]
+    batch, larger = batch_class.random(TINY, 3, seed=1), batch_class.random(TINY, 7, seed=2)
+    expected = snapshot(WAYS["per_copy"].runner(table).replay(batch))
+    for name in ways_for("2026-06", without=("small_copy",)):
+        way, stop_at, interrupted = WAYS[name], 0, True
+        runner = way.runner(table)
+        with pytest.raises(KeyboardInterrupt), Watched(stop_at=3):
+            runner.capture()  # is made again
+        while interrupted:
+            try:
+                with Watched(stop_at=stop_at):
+                    runner.copy_inputs(way.lay(runner, larger))
+                interrupted = False
+            except KeyboardInterrupt:
+                stop_at += 1
+            runner.copy_inputs(way.lay(runner, batch))
+            if name != "one_allocation" and name != "copy_in_graph":
+                assert_rows(runner, batch)
+        assert stop_at >= 2 and same(runner.replay_graph(3), expected), name
+
+
+@both_runners
+@pytest.mark.parametrize("name", ["per_copy", "one_allocation", "copy_in_graph"])
+def test_a_capture_depends_on_nothing_and_writes_nothing(table: str, name: str):
+    """Not on what the buffers hold, which it leaves; nor into KV slots that are in use."""
+    config, way = EagleConfig.tiny(capture_batch_sizes=(1, 8)), WAYS[name]
+    batch_class = RUNNERS[table][1]
+    first, large = batch_class.random(config, 1, seed=2), batch_class.random(config, 8, seed=1)
+    captured, lazy = (way.runner(table, config, model=DraftModel.random(config)) for _ in range(2))
+    captured.capture()
+    lazy.copy_inputs(way.lay(lazy, large))  # not replayed
+    held, kv = snapshot(buffers_of(lazy)), lazy.model.kv[:, 1:].clone()
+    lazy.capture()
+    assert same(buffers_of(lazy), held) and torch.equal(lazy.model.kv[:, 1:], kv)
+    lazy = way.runner(table, config, model=DraftModel.random(config))
+    lazy.copy_inputs(way.lay(lazy, large))
+    assert same(captured.replay(way.lay(captured, first)), lazy.replay(way.lay(lazy, first)))
+
+
+@both_runners
+def test_a_new_strategy_takes_effect_at_once(table: str):
+    runner, batch = make(table, strategy="copy_plan")
+    larger = RUNNERS[table][1].random(TINY, 4, seed=2)
+    for name in ("copy_plan", "per_copy", "fused", "small_copy", "copy_plan"):
+        if name in NEED_TRITON and NO_TRITON:
+            continue
+        runner.strategy = name
+        own = WAYS[name].runner(table).launches(batch)
+        assert runner.launches(batch) == own and runner.strategy == name
+        for each in (larger, batch):
+            runner.copy_inputs(each)
+            assert_rows(runner, each)
+    runner.strategy = lambda step: []  # a strategy of the reader's own
+    assert runner.launches(batch) == []
+    with pytest.raises(ValueError, match="strategy: expected one of"):
+        runner.strategy = "per-copy"
+    with pytest.raises(ValueError, match="strategy: expected one of"):
+        RUNNERS[table][0](TINY, "arena")
+
+
+@both_runners
+def test_a_batch_written_in_place_needs_no_copy(table: str):
+    runner, batch = make(table, batch_size=5)
+    other = RUNNERS[table][1].random(TINY, 6, seed=4)
+    expected = snapshot(runner.replay(batch))
+    for _ in range(2):
+        runner.copy_inputs(other)
+        inside = runner.inputs(5)
+        for name, buffer in given(inside).items():
+            buffer.copy_(getattr(batch, name))
+        assert runner.calls(inside) == [] and same(runner.replay(inside), expected)
+        assert_rows(runner, batch)
+
+
+@pytest.mark.parametrize("name", ["one_allocation", "copy_in_graph"])
+def test_sources_elsewhere_are_refused_where_they_have_to_be_placed(name: str):
+    runner = WAYS[name].runner("draft")
+    batch = DraftBatch.random(TINY, 3)
+    placed = runner.place(batch)
+    runner.copy_inputs(placed)
+    runner.place(DraftBatch.random(TINY, 5))
+    for wrong in (batch, placed):
+        with pytest.raises(ValueError, match="batch: expected what `place` returned last"):
+            runner.copy_inputs(wrong)
+    with pytest.raises(ValueError, match="one_allocation"):
+        EagleDraftCudaGraphRunner(TINY, one_allocation=True, copy_in_graph=True)
+
+
+@both_runners
+def test_real_rows_do_not_depend_on_padding(table: str):
     """Poison all that padding can bring: its rows of hidden_states, and slot 0, where its keys and values go
     and where a request's table points beyond its length."""
     config = EagleConfig.tiny(dtype=torch.float32)
     model = DraftModel.random(config)
-    runner, batch = make(table, config, batch_size=5, model=model)
-    for req, length in zip(batch.req_pool_indices, batch.seq_lens):
-        model.req_to_token[req, length:] = 0
-    clean = [t.clone() for t in runner.replay(batch)]
+    batch = RUNNERS[table][1].random(config, 5)
+    runner = WAYS["per_copy"].runner(table, config, model=model)
+    for request, length in zip(batch.req_pool_indices, batch.seq_lens):
+        model.req_to_token[request, length:] = 0
+    clean = snapshot(runner.replay(batch))
     for poison in (torch.nan, torch.inf, -torch.inf):
-        model.kv.k[:, 0], model.kv.v[:, 0] = poison, poison
+        model.kv[:, 0] = poison
         runner.copy_inputs(batch)
-        rows = config.shape(next(f for f in config.table(table) if f.large), 5)[0]
-        runner.buffers.tensors["hidden_states"][rows:] = poison
+        runner.buffers.tensors["hidden_states"][len(batch.hidden_states) :] = poison
         assert same(runner.replay_graph(5), clean)
 
 
-def test_large_presets_copy_without_building_a_model():
-    for preset in ("llama3-8b", "deepseek-v3"):
-        config = EagleConfig.preset(preset)
-        for table in RUNNERS:
-            runner, batch = make(table, config, batch_size=64)
-            runner.copy_inputs(batch)
-            assert torch.equal(runner.buffers.tensors["hidden_states"], batch.hidden_states)
-            assert runner.model is None
-            assert sum(launch.bytes for launch in runner.launches(batch)) > 64 * 2 * config.hidden_size
-
-
-# ---- outputs -----------------------------------------------------------------------------------------------
-
-
 @both_runners
-@pytest.mark.parametrize("layout", ["int64_seq_lens", "int32_seq_lens"])
-@pytest.mark.parametrize("topk", [1, 4])
-def test_outputs_are_bitwise_equal_for_every_strategy(table, layout, topk):
-    config = EagleConfig.tiny(layout=layout, topk=topk)
-    names = [s for s in ANY_SOURCES if s != "uint8_view" or layout == "int64_seq_lens"]
-    runners = {
-        name: make(table, config, name)[0] for name in names
-    }  # each with a model and a pool of its own
-    for seed, bs in enumerate([3, 8, 1, 7, 2, 5, 4, 6, 1, 8]):
-        batch = RUNNERS[table][1].random(config, bs, seed=seed)
-        expected, *others = [runner.replay(batch) for runner in runners.values()]
-        assert all(same(expected, other) for other in others), (bs, seed)
-
-
-@both_runners
-def test_skipping_the_copy_of_a_field_changes_the_outputs(table):
+def test_leaving_a_field_out_changes_the_outputs(table: str):
     config = EagleConfig.tiny(dtype=torch.float32)
     runner, batch = make(table, config, batch_size=4, seed=1)
-    expected = [t.clone() for t in runner.replay(batch)]
+    expected = snapshot(runner.replay(batch))
     assert same(runner.replay(batch), expected)  # a replay may be repeated
     unseen = set()
-    for f in (f for f in config.table(table) if not f.host):
-        skipping, _ = make(table, config, Skip(f.name))  # its random model is the same
-        if same(skipping.replay(batch), expected):
-            unseen.add(f.name)
+    for field in config.table(table):
+
+        def without(step: Step, name=field.name) -> list:
+            small = {key: pair for key, pair in step.small.items() if key != name}
+            large = {key: pair for key, pair in step.large.items() if key != name}
+            return STRATEGIES["grouped_foreach_dma"](Step(small, large, step.fills))
+
+        leaving_out, _ = make(table, config, without)  # its random model is the same
+        if not field.host and same(leaving_out.replay(batch), expected):
+            unseen.add(field.name)
     # Attention metadata: the computation reads nothing (num_*), or what the buffer holds already (always w).
     metadata = {"extend_seq_lens", "num_correct_drafts", "num_accept_tokens"}
     assert unseen == (metadata if table == "draft_extend" else set())
-
-
-def test_extend_seq_lens_decides_what_a_row_sees():
-    runner, batch = make("draft_extend", EagleConfig.tiny(dtype=torch.float32), batch_size=4)
-    expected = [t.clone() for t in runner.replay(batch)]
-    fewer = replace(batch, extend_seq_lens=batch.extend_seq_lens - 3)
-    assert not same(runner.replay(fewer), expected)
+    if table == "draft_extend":
+        fewer = replace(batch, extend_seq_lens=batch.extend_seq_lens - 3)
+        assert not same(runner.replay(fewer), expected)
 
 
 @both_runners
-def test_outputs_are_cut_to_the_batch_and_stay_in_place(table):
+def test_outputs_are_cut_to_the_batch_and_stay_in_place(table: str):
     runner, batch = make(table, batch_size=3)
     first = runner.replay(batch)
-    rows = 3 if table == "draft" else 3 * TINY.num_draft_tokens
-    assert all(len(t) == rows for t in first)
+    assert all(len(t) == (3 if table == "draft" else 3 * TINY.num_draft_tokens) for t in first)
     again = runner.replay(type(batch).random(TINY, 4, seed=9))
     assert [t.data_ptr() for t in first] == [t.data_ptr() for t in again]
 
@@ -229,133 +374,83 @@ def test_eager_graph_keeps_the_contract():
     assert held.scores.data_ptr() != x.data_ptr()
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@both_runners
-def test_cuda_graphs(table):
-    """Every strategy bitwise equal in captured graphs; and they compute what the plain forward pass does."""
-    config = EagleConfig.tiny()
-    model = DraftModel.random(config, "cuda")
-    runners = [RUNNERS[table][0](config, s, "cuda", model) for s in ANY_SOURCES]
-    for seed, bs in enumerate([3, 8, 1, 7, 2, 5, 4, 6]):
-        batch = RUNNERS[table][1].random(config, bs, seed=seed, device="cuda")
-        expected, *others = [[t.clone() for t in r.replay(batch)] for r in runners]
-        assert all(same(expected, other) for other in others), bs
-        padded = runners[0].padded_batch_size(bs)
-        plain = runners[0].forward(runners[0].buffers.inputs(padded))
-        for got, want in zip(expected, plain, strict=True):
-            torch.testing.assert_close(got, want[: len(got)])
-
-
 # ---- errors ------------------------------------------------------------------------------------------------
 
 
-def wrong_fields(table):
-    """(name, wrong value, what the message must say) for every field of a batch of 3."""
+@both_runners
+def test_a_wrong_field_is_named_and_nothing_is_written(table: str):
     batch = RUNNERS[table][1].random(TINY, 3)
-    for f in TINY.table(table):
-        t = getattr(batch, f.name)
-        if f.required:
-            yield f.name, None, "missing"
-        yield f.name, t[:-1], str(tuple(t.shape))
-        yield f.name, torch.cat((t, t)), str(tuple(t.shape))
-        yield f.name, t[..., None], str(tuple(t.shape))
-        yield f.name, t.to(torch.float16), str(f.dtype or TINY.dtype)
-        yield f.name, t.to("meta"), "cpu"
-        if t.dim() == 2:
-            yield f.name, torch.cat((t, t), dim=1), str(tuple(t.shape))
+    runners = [WAYS[name].runner(table) for name in WAYS]
+    for i, field in enumerate(TINY.table(table)):
+        t = getattr(batch, field.name)
+        shape = str(list(t.shape))
+        wrong = [(t[:-1], shape), (torch.cat((t, t)), shape), (t[..., None], shape)]
+        wrong += [(t.to(torch.float16), str(field.dtype or TINY.dtype)), (t.to("meta"), "cpu")]
+        wrong += [(t.tolist(), "list"), (t.numpy(), "ndarray")] if t.dtype != torch.bfloat16 else []
+        wrong += [(None, "missing")] if field.required else []
+        for j, (value, says) in enumerate(wrong):
+            runner = runners[(i + j) % len(runners)]
+            before = snapshot(buffers_of(runner))
+            for use in (runner.copy_inputs, runner.replay, runner.launches, runner.place):
+                with pytest.raises(ValueError) as error:
+                    use(replace(batch, **{field.name: value}))
+                # seq_lens says how large the batch is: the others look wrong
+                placed = "`place` returned" in str(error.value)
+                named = field.name in str(error.value) and says in str(error.value)
+                assert named or placed or field.name == "seq_lens"
+            assert same(buffers_of(runner), before)
 
 
 @both_runners
-@settings(max_examples=60, derandomize=True, deadline=None)
-@given(data=st.data())
-def test_a_wrong_field_is_named_and_nothing_is_written(table, data):
-    runner, batch = make(table, strategy=data.draw(st.sampled_from(list(ANY_SOURCES))))
-    name, wrong, says = data.draw(st.sampled_from(list(wrong_fields(table))))
-    before = snapshot(runner)
-    bad = replace(batch, **{name: wrong})
-    for call in (runner.copy_inputs, runner.replay, runner.launches):
-        with pytest.raises(ValueError) as error:
-            call(bad)
-        if name != "seq_lens" or wrong is None:  # seq_lens says how large the batch is: the others look wrong
-            assert name in str(error.value) and says in str(error.value)
-    assert same(before.values(), runner.buffers.tensors.values())
-
-
-@both_runners
-def test_batches_that_do_not_fit(table):
-    runner, _ = make(table)
-    before = snapshot(runner)
+def test_batches_that_do_not_fit_are_refused(table: str):
+    runner, batch = make(table)
+    before = snapshot(buffers_of(runner))
     with pytest.raises(ValueError, match=r"1 to 8.*got 9"):
         runner.replay(RUNNERS[table][1].random(TINY, 9))
-    batch = RUNNERS[table][1].random(TINY, 3)
-    with pytest.raises(ValueError, match=r"seq_lens_cpu: expected at most 256 tokens, got 300"):
-        runner.replay(replace(batch, seq_lens_cpu=torch.tensor([4, 300, 5])))
-    assert same(before.values(), runner.buffers.tensors.values())
+    for bad in (torch.tensor(3), [1, 2, 3]):
+        with pytest.raises(ValueError, match=r"seq_lens: expected a tensor of one length"):
+            runner.copy_inputs(replace(batch, seq_lens=bad))
+    for size in (0, -1, TINY.max_batch_size + 1):
+        with pytest.raises(ValueError, match="batch size: expected 1 to"):
+            runner.replay_graph(size)
+    assert same(buffers_of(runner), before)
 
 
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
         ({"layout": "int16"}, "layout"),
+        ({"options": ("mrop",)}, "options"),
         ({"capture_batch_sizes": ()}, "capture_batch_sizes"),
         ({"num_steps": 1}, "num_steps"),
         ({"topk": 0}, "topk"),
         ({"topk": 1, "num_draft_tokens": 9}, "num_draft_tokens"),
         ({"num_draft_tokens": 3}, "num_draft_tokens"),
         ({"num_heads": 3}, "hidden_size"),
+        ({"num_heads": 0}, "num_heads"),
+        ({"hidden_size": -128}, "hidden_size"),
+        ({"vocab_size": 2}, "vocab_size"),
+        ({"max_context_len": 2}, "max_context_len"),
     ],
 )
-def test_contradicting_sizes(overrides, says):
+def test_sizes_that_contradict_each_other_are_refused(overrides: dict, says: str):
     with pytest.raises(ValueError, match=says):
         EagleConfig.tiny(**overrides)
-
-
-def test_unknown_preset():
     with pytest.raises(ValueError, match="llama3-8b"):
         EagleConfig.preset("llama3-9b")
 
 
-def test_a_source_that_autograd_follows_leaves_the_static_buffers_alone():
+@pytest.mark.parametrize("name", [*ways_for("2026-06")])
+def test_autograd_and_inference_mode_leave_the_static_buffers_alone(name: str):
     """With requires_grad on a buffer later batches would be refused, or a graph would grow step by step."""
-    for strategy in ANY_SOURCES:
-        runner, batch = make("draft", strategy=strategy)
-        followed = replace(batch, topk_p=batch.topk_p.clone().requires_grad_())
-        for each in (followed, batch, followed):
-            runner.copy_inputs(each)
-        assert not any(t.requires_grad for t in runner.buffers.tensors.values()), strategy
-
-
-@pytest.mark.parametrize("strategy", ANY_SOURCES)
-def test_first_used_in_inference_mode_it_serves_outside_too(strategy):
-    with torch.inference_mode():
-        runner, batch = make("draft", strategy=strategy)
-        first = [t.clone() for t in runner.replay(batch)]
-    copies = {f.name: getattr(batch, f.name) for f in fields(batch)}
-    batch = replace(batch, **{name: t.clone() for name, t in copies.items() if t is not None})
-    assert all(torch.equal(a, b) for a, b in zip(first, runner.replay(batch)))
-
-
-@pytest.mark.parametrize("bad", [torch.tensor(3), [1, 2, 3]])
-def test_seq_lens_that_are_no_vector_are_named(bad):
-    runner, batch = make("draft")
-    with pytest.raises(ValueError, match=r"seq_lens: expected a tensor of one length"):
-        runner.copy_inputs(replace(batch, seq_lens=bad))
-
-
-def test_batch_sizes_that_were_never_captured_and_unknown_strategies_are_refused():
-    runner, _ = make("draft")
-    for size in (0, -1, runner.config.max_batch_size + 1):
-        with pytest.raises(ValueError, match="batch size: expected 1 to"):
-            runner.replay_graph(size)
-    with pytest.raises(ValueError, match="strategy: expected one of"):
-        EagleDraftCudaGraphRunner(EagleConfig.tiny(), "per-copy")
-
-
-@pytest.mark.parametrize(
-    "sizes", [{"num_heads": 0}, {"hidden_size": -128}, {"vocab_size": 2}, {"max_context_len": 2}]
-)
-def test_sizes_that_contradict_each_other_are_refused(sizes):
-    (name,) = sizes
-    with pytest.raises(ValueError, match=name):
-        EagleConfig.tiny(**sizes)
+    way = WAYS[name]
+    runner, batch = way.runner("draft"), DraftBatch.random(TINY, 3)
+    followed = replace(batch, topk_p=batch.topk_p.clone().requires_grad_())
+    for each in (followed, batch, followed):
+        runner.copy_inputs(way.lay(runner, each))
+    assert not any(t.requires_grad for t in buffers_of(runner))
+    with torch.inference_mode():  # first used there it serves outside, too
+        runner, inside = way.runner("draft"), DraftBatch.random(TINY, 3)
+        first = snapshot(runner.replay(way.lay(runner, inside)))
+    outside = replace(inside, **{field: t.clone() for field, t in given(inside).items()})
+    assert same(runner.replay(way.lay(runner, outside)), first)

@@ -34,7 +34,7 @@ def test_every_task_is_asked_in_its_notebook_and_solved_in_its_solution():
     for path in notebooks:
         numbers += asked(path)
         assert asked(path) == asked(NOTEBOOKS / "solutions" / path.name)
-        assert all(number.split(".")[0] == str(int(path.name[:2])) for number in asked(path))
+        assert all(int(number.split(".")[0]) == int(path.name[:2]) for number in asked(path))
     assert sorted(numbers) == sorted(TASKS)
     for number, task in TASKS.items():
         assert len(task["hints"]) == 2 and task["cases"], number

@@ -196,15 +196,11 @@ def test_explain_names_kind_reason_and_remedy():
 
 
 def test_explain_counts_the_copies_that_one_call_would_hold():
-    calls = [copy(torch.zeros(8), torch.ones(8)) for _ in range(3)]
-    assert {row.better for row in explain(calls)} == {"one foreach call with 2 others"}
-    assert {row.better for row in explain([Call("foreach", *map(list, zip(*odd_pairs())))])} >= {
-        "group by dtype pair and layout"
-    }
-
-
-def odd_pairs() -> list[tuple[Tensor, Tensor]]:
-    return [(torch.zeros(8), torch.ones(8)), (torch.zeros(8), torch.ones(8, dtype=torch.int64))]
+    dsts, srcs = [torch.zeros(8) for _ in range(3)], [torch.ones(8) for _ in range(3)]
+    better = {row.better for row in explain(map(copy, dsts, srcs))}
+    assert better == {"one foreach call with 2 others"}
+    mixed = explain([Call("foreach", dsts, [srcs[0], srcs[1].long(), srcs[2]])])
+    assert "group by dtype pair and layout" in {row.better for row in mixed}
 
 
 @given(pairs(mutations=(None, 3)))

@@ -24,7 +24,8 @@ from tests.stand_in import SCRIPT, StandIn, record
 
 ROOT = SCRIPT.parents[1]
 V100 = DeviceProfile.load("v100")
-CASE = {"preset": "llama3-8b", "layout": "2026-06"}
+CASE = {"preset": "tiny", "layout": "2026-06"}
+BYTES = (256, 2**16, 2**22)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -32,9 +33,10 @@ def _short():
     """Few runs of the smallest model, so that the tests record a whole recording in seconds."""
     patch = pytest.MonkeyPatch()
     patch.setattr(record, "REPLAYS", (("tiny", "2026-06", (3,)),))
-    patch.setattr(record, "STEPS", (("llama3-8b", "2026-06", (8, 5)), ("llama3-8b", "int32_seq_lens", (8,))))
+    patch.setattr(record, "STEPS", (("tiny", "2026-06", (8, 5)), ("tiny", "int32_seq_lens", (8,))))
+    patch.setattr(record, "TRACED", "tiny")
     patch.setattr(record, "TENSORS", (1, 9))
-    patch.setattr(record, "BYTES", (256, 2**16, 2**22))
+    patch.setattr(record, "BYTES", [size for size in BYTES for _ in range(6)])  # a sixth in a quick run
     yield
     patch.undo()
 
@@ -155,7 +157,7 @@ def test_a_line_cut_short_is_left_out_and_the_rest_stays(whole, tmp_path):
             (copy / f"{table}.jsonl").write_bytes(text[:end])
             recording = recordings.load(copy)
             assert len(recording.tables[table]) == text[:end].count(b"\n")
-            assert recording.dma_bytes() in (None, *record.BYTES)
+            assert recording.dma_bytes() in (None, *BYTES)
             assert recording.crossover_lines() or not len(recording.tables["crossover"])
 
 
@@ -228,9 +230,9 @@ def test_a_count_or_an_output_that_differs_is_a_problem_and_printed(few, tmp_pat
     monkeypatch.setitem(STRATEGIES, "grouped_foreach", forgets)
     path, status = record.record(StandIn(quirk), tmp_path, quick=True)
     problems = recordings.load(path).meta["problems"]
-    told = "predicted {'memcpy': 16}, counted {'elementwise': 2, 'memcpy': 14}"
-    assert status == 1 and f"steps llama3-8b 2026-06 8 per_copy: {told}" in problems
-    assert any("grouped_foreach has other outputs than per_copy" in text for text in problems)
+    told = "crossover int16 1 65536 memcpy: predicted {'memcpy': 1}, counted {'elementwise': 1}"
+    assert status == 1 and told in problems
+    assert any("other outputs than per_copy by grouped_foreach" in text for text in problems)
     assert all(text in capsys.readouterr().err for text in problems[:1])
 
 
@@ -264,10 +266,10 @@ def test_launches_are_counted_by_the_kernel_names_of_real_devices():
 
 
 def test_without_a_gpu_one_line_and_status_2(tmp_path):
-    """And all of it without what a machine with nothing but torch, numpy and pandas lacks."""
+    """And all of it without what a machine with nothing but torch, numpy, pandas and msgspec lacks."""
     code = """
 import sys
-missing = "matplotlib seaborn IPython triton msgspec safetensors ipywidgets tqdm scipy yaml"
+missing = "matplotlib seaborn IPython triton safetensors ipywidgets tqdm scipy yaml"
 sys.modules |= dict.fromkeys(missing.split())
 import torch
 from pathlib import Path
@@ -275,7 +277,8 @@ from tests.stand_in import StandIn, record
 torch.cuda.is_available = lambda: False
 assert record.main(["--out", sys.argv[1]]) == 2
 assert not Path(sys.argv[1]).exists()
-record.WAYS, record.STEPS, record.BYTES = ("per_copy",), record.STEPS[:1], (256,)
+record.WAYS, record.REPLAYS, record.TRACED = ("per_copy",), record.REPLAYS[:1], "tiny"
+record.STEPS, record.BYTES = record.REPLAYS, (256,)
 path, status = record.record(StandIn(), Path(sys.argv[1]), quick=True)
 print(record.summary(path))
 sys.exit(10 + status)
@@ -284,7 +287,7 @@ sys.exit(10 + status)
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 10, done.stderr
     assert done.stderr == f"record.py: no CUDA or ROCm device: torch {torch.__version__} finds none\n"
-    assert done.stdout.startswith("modelled · ") and "per_copy" in done.stdout
+    assert done.stdout.startswith("modelled · ") and "dma_bytes: None" in done.stdout
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")

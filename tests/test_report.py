@@ -10,7 +10,8 @@ import report
 import tiny_notebooks
 from command_line import write_json
 
-from lib import evidence
+from lib.workbench import evidence
+from lib.workbench import notebook as cells
 
 PNG = base64.b64decode(tiny_notebooks.PNG)
 
@@ -39,7 +40,7 @@ SUMMARY = {
                 {
                     "name": "dot",
                     "alt": "A `dot` <small>",
-                    "evidence": "modelled · V100 · torch 2.13.0 · 2026-11-29",
+                    "evidence": "modelled · V100 · torch 2.13.0 · 2026-11-29\ncounted · shapes alone",
                     "file": "figures/00_dot.png",
                 }
             ],
@@ -138,6 +139,7 @@ def test_each_kind_of_number_says_what_it_stands_on(write):
         "counted",
         "A CPU · torch 2.13.0 · 2026-11-29: host us saved",
         "V100 · torch 2.13.0 · 2026-11-29: dot",
+        "dot, launches per copy, launch table",
     ):
         assert told in rests, told
     assert "recorded" not in rests  # nothing was
@@ -198,5 +200,5 @@ def test_a_figure_comes_from_the_folder_of_the_run_only(write, tmp_path, file):
 
 def test_scripts_and_notebooks_agree_on_how_results_are_handed_over(capsys):
     assert execute_notebook.RESULT_MIME == evidence.RESULT_MIME and set(report.KINDS) == set(evidence.KINDS)
-    evidence.check("it holds", True)
+    cells.start().claim("it holds", True)
     assert capsys.readouterr().out == f"{execute_notebook.CLAIM_MARK}it holds\n"

@@ -1,110 +1,143 @@
-"""Rules of the house that no single module can see: pins, the import chain, nothing tied to one machine."""
+"""Rules of the house that no single module can see: layout, layers, sizes, pins, no machine's names."""
 
 import ast
+import graphlib
+import io
+import json
 import re
 import subprocess
 import sys
+import tokenize
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-# No module of lib imports one of a later set.
-CHAIN = (
-    {"grouped_copy", "routes", "fused_copy"},
-    {"strategies"},
-    {"eagle"},
-    {"timing", "traces"},
-    {"device_model"},
-    {"step"},
-    {"plots"},
-    {"explore", "recordings"},
-    {"record"},
-)
-ANYWHERE = {"evidence"}  # a leaf: imports nothing of lib
-TABLES = {"numpy", "pandas", "matplotlib", "seaborn"}
-MAY_LOAD_TABLES = {"traces", "device_model", "plots", "recordings", "record"}
+TOP_LEVEL = {"README.md", "README.zh.md", "environment.yml", "pyproject.toml", "run_all.sh", "run_tests.sh"}
+TOP_LEVEL |= {".ci", ".gitignore", "lib", "notebooks", "data", "scripts", "benchmarks", "tests"}
+OUTER = {"profiles", "workbench"}  # the rest of lib, the core, imports nothing of them
+TAKE_AWAY = {"copies": {"torch"}, "fused": {"torch", "triton"}, "packed": {"torch", "numpy"}}
+DRAWING = {"matplotlib", "seaborn", "ipywidgets", "IPython"}  # nothing of the core needs them
+AT_MOST = {"lib lines": 4500, "lib nodes": 38_000, "core lines": 2400, "copies.py lines": 260}
+NODES_A_CODE_LINE = 10.5
+NOTEBOOK_LINES = 1500
+LIB = sorted((ROOT / "lib").rglob("*.py"))
 
 
 def tracked_files() -> list[Path]:
-    listed = subprocess.run(
-        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True
-    ).stdout.decode()
-    return [path for name in listed.split("\0") if name and (path := ROOT / name).is_file()]
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
+    paths = [ROOT / name for name in listed.decode().split("\0") if name]
+    return [path for path in paths if path.is_file()]
 
 
-def imports(path: Path, top_level: bool) -> set[str]:
-    """The dotted names that a module imports; only those executed on import, or all of them."""
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def part_of_lib(module: str) -> str:
+    """ "copies" of lib.copies, "eagle" of lib.eagle.fields, "" of lib itself."""
+    return f"{module}..".split(".")[1]
+
+
+def imports(path: Path, on_import: bool = False) -> set[str]:
+    """The dotted names that a file imports; `on_import`: without those inside functions and type checks."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    lazy = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        or (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
-        for inner in ast.walk(node)
-    }
-    names = set()
+    names, lazy = set(), set()
     for node in ast.walk(tree):
-        if top_level and id(node) in lazy:
+        checks_types = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        if isinstance(node, ast.FunctionDef) or checks_types:
+            lazy |= set(ast.walk(node))
+    for node in ast.walk(tree):
+        if on_import and node in lazy:
             continue
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            package = (
-                ".".join(path.relative_to(ROOT).with_suffix("").parts[: -node.level]) if node.level else ""
-            )
+            package = ".".join(path.relative_to(ROOT).parts[: -node.level]) if node.level else ""
             module = ".".join(filter(None, (package, node.module)))
-            names |= {module} | {f"{module}.{alias.name}" for alias in node.names}
+            names |= {f"{module}.{alias.name}" for alias in node.names}
     return names
 
 
-def lib_modules() -> dict[str, list[Path]]:
-    """The first-level modules of lib, a package under its own name, with their files."""
-    modules: dict[str, list[Path]] = {}
-    for path in sorted((ROOT / "lib").rglob("*.py")):
-        parts = path.relative_to(ROOT / "lib").with_suffix("").parts
-        if parts != ("__init__",):
-            modules.setdefault(parts[0], []).append(path)
-    return modules
+def roots(names: set[str]) -> set[str]:
+    return {name.partition(".")[0] for name in names}
 
 
-def places() -> dict[str, int]:
-    return {name: place for place, names in enumerate(CHAIN) for name in names}
+def modules_used(path: Path) -> set[str]:
+    """The modules of lib that a file imports, anywhere in it; a name of a package stands for the package."""
+    modules = {module_name(other) for other in LIB}
+    used = {name if name in modules else name.rpartition(".")[0] for name in imports(path)}
+    return (used & modules) - {module_name(path)}
 
 
-def test_every_module_of_lib_has_its_place():
-    assert set(lib_modules()) <= set(places()) | ANYWHERE
+def size(path: Path) -> tuple[int, int, int]:
+    """Lines, AST nodes, code lines; neither comments nor docstrings are code."""
+    text = path.read_text(encoding="utf-8")
+    tree = ast.parse(text)
+    silent = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+    code = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in silent | {tokenize.ENDMARKER}:
+            code |= set(range(token.start[0], token.end[0] + 1))
+    nodes = 0
+    for node in ast.walk(tree):
+        nodes += 1
+        documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        if documented and ast.get_docstring(node, clean=False) is not None:
+            nodes -= 1
+            code -= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    return text.count("\n"), nodes, len(code)
 
 
-@pytest.mark.parametrize("module", sorted(lib_modules()))
-def test_no_module_of_lib_imports_a_later_one(module):
-    used = {
-        parts[1]
-        for path in lib_modules()[module]
-        for parts in (name.split(".") for name in imports(path, top_level=False))
-        if parts[0] == "lib" and len(parts) > 1 and parts[1] in lib_modules()
-    } - {module}
-    if module in ANYWHERE:
-        assert not used
-    else:
-        assert {name for name in used - ANYWHERE if places()[name] > places()[module]} == set()
+def test_the_top_level_is_as_designed():
+    assert {path.relative_to(ROOT).parts[0] for path in tracked_files()} <= TOP_LEVEL
 
 
-@pytest.mark.parametrize("module", sorted(set(lib_modules()) - MAY_LOAD_TABLES))
-def test_lib_runs_with_torch_alone(module):
-    for path in lib_modules()[module]:
-        roots = {name.split(".")[0] for name in imports(path, top_level=True)}
-        assert not roots & TABLES, path
+@pytest.mark.parametrize("path", LIB, ids=module_name)
+def test_layers(path):
+    part = part_of_lib(module_name(path))
+    used = {part_of_lib(module) for module in modules_used(path)}
+    if part not in OUTER:
+        assert not used & OUTER
+        assert not roots(imports(path)) & DRAWING
+    if part == "profiles":
+        assert not used & {"eagle", "workbench"}
+    if part in TAKE_AWAY:
+        foreign = roots(imports(path, on_import=True)) - sys.stdlib_module_names - {"lib"}
+        assert foreign <= TAKE_AWAY[part]
+
+
+def test_no_module_of_lib_imports_itself_in_a_circle_not_even_lazily():
+    graph = {module_name(path): modules_used(path) for path in LIB}
+    graphlib.TopologicalSorter(graph).prepare()
+
+
+def test_lib_is_as_small_as_it_promises():
+    sizes = {module_name(path): size(path) for path in LIB}
+    core = [lines for name, (lines, _, _) in sizes.items() if part_of_lib(name) not in OUTER]
+    found = {
+        "lib lines": sum(lines for lines, _, _ in sizes.values()),
+        "lib nodes": sum(nodes for _, nodes, _ in sizes.values()),
+        "core lines": sum(core),
+        "copies.py lines": sizes["lib.copies"][0],
+    }
+    assert {name: number for name, number in found.items() if number > AT_MOST[name]} == {}
+    density = {name: round(nodes / max(1, code), 1) for name, (_, nodes, code) in sizes.items()}
+    assert {name: number for name, number in density.items() if number > NODES_A_CODE_LINE} == {}
+
+
+def test_the_notebooks_are_as_small_as_they_promise():
+    lines = 0
+    for path in (ROOT / "notebooks").glob("*.ipynb"):
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+        lines += sum(bool(re.match(r"\s*[^\s#]", line)) for line in code.splitlines())
+    assert lines <= NOTEBOOK_LINES
 
 
 def test_every_package_is_pinned_once():
-    lines = (ROOT / "environment.yml").read_text(encoding="utf-8").splitlines()
-    pins = [
-        line.strip().removeprefix("- ").partition(" #")[0].strip()
-        for line in lines
-        if line.startswith(" " * 6)
-    ]
-    pins = [pin for pin in pins if pin and not pin.startswith("#")]
+    text = (ROOT / "environment.yml").read_text(encoding="utf-8")
+    pins = re.findall(r"^ {6}- ([^#\n]*[^#\s])", text, re.M)
     assert "torch==2.13.0" in pins and any(pin.startswith("jupyterlab==") for pin in pins)
     for pin in pins:
         assert re.fullmatch(r"[A-Za-z0-9_.-]+==[0-9][A-Za-z0-9.]*( *;.+)?", pin), pin
@@ -120,10 +153,25 @@ def test_everything_that_the_project_imports_is_pinned():
     modules = [path for path in tracked_files() if path.suffix == ".py"]
     own = {"lib", "scripts", "tests", *(path.stem for path in modules), *sys.stdlib_module_names}
     for path in modules:
-        for root in {name.split(".")[0] for name in imports(path, top_level=False)} - own:
-            assert f"- {provided.get(root, root).lower()}==" in pinned, (
-                f"{path.relative_to(ROOT)} imports {root}"
-            )
+        for root in roots(imports(path)) - own:
+            where = f"{path.relative_to(ROOT)} imports {root}"
+            assert f"- {provided.get(root, root).lower()}==" in pinned, where
+
+
+def test_every_text_file_is_opened_as_utf_8():
+    """In what is not a test: whatever the locale, open(), read_text() and write_text() name the encoding."""
+    silent = []
+    for path in [path for path in tracked_files() if path.suffix == ".py" and "tests" not in path.parts]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            call = ast.unparse(node) if isinstance(node, ast.Call) else ""
+            name = ast.unparse(node.func) if call else ""
+            opens = re.search(
+                r"(^|(?<!os|ge)\.)(open|read_text|write_text)$", name
+            )  # not os.open, Image.open
+            is_binary = re.search(r"""['"][rwax+]*b[rwax+]*['"]""", call)
+            if opens and not is_binary and "encoding=" not in call:
+                silent.append(f"{path.relative_to(ROOT)}:{node.lineno}: {call[:60]}")
+    assert silent == []
 
 
 def test_nothing_committed_names_a_machine():

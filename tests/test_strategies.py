@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lib.copies import DEFAULT_DMA_BYTES, run
+from lib.copies import DEFAULT_DMA_BYTES, grouped_dma, run
 from lib.launches import KINDS, launches
 from lib.strategies import STRATEGIES, Step, grouped_foreach_dma
 from tests.tensors import (
@@ -111,6 +111,9 @@ def test_what_is_large_alone_or_empty():
     dsts = [*small, torch.zeros(8), torch.zeros(0), torch.zeros(DEFAULT_DMA_BYTES // 8, dtype=torch.int64)]
     step = Step.of(dsts, [t.clone() for t in dsts])
     large = ("memcpy", 1, DEFAULT_DMA_BYTES)
+    converting = [torch.zeros(DEFAULT_DMA_BYTES, dtype=torch.int32) for _ in range(2)]
+    (group,) = grouped_dma(zip(converting, [t.long() for t in converting]))  # whatever their size
+    assert group.op == "foreach"
     for name, expected in {
         "per_copy": [("memcpy", 1, 64)] * 4 + [("memcpy", 1, 32), large],
         "grouped_foreach": [("foreach", 5, 256 + DEFAULT_DMA_BYTES), ("foreach", 1, 32)],

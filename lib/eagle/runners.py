@@ -86,7 +86,11 @@ class InputBuffers:
         expected = self.expected.get(key)
         if expected is None:
             expected = self.expected[key] = self._signatures(batch.batch_size, given)
-        if list(map(SIGNATURE, given.values())) != expected:
+        try:
+            as_expected = list(map(SIGNATURE, given.values())) == expected
+        except AttributeError:  # of what is no tensor
+            as_expected = False
+        if not as_expected:
             self._refuse(given, expected)
         return given
 
@@ -103,6 +107,8 @@ class InputBuffers:
 
     def _refuse(self, given: Named, expected: list[tuple]) -> None:
         for (name, tensor), signature in zip(given.items(), expected):
+            if not isinstance(tensor, Tensor):
+                raise ValueError(f"{name}: expected a tensor, got {type(tensor).__name__}")
             got = SIGNATURE(tensor)
             if got != signature:
                 raise ValueError("{}: expected {} {} on {}, got {} {} on {}".format(name, *signature, *got))

@@ -1,19 +1,20 @@
 """What a host and its GPU take for a copy: figures fitted from traces, each with its range and its source.
 
-The model behind them: one host thread issues calls, each of which costs it time. The work of a call can start one
-launch latency after its runtime call began, and one gap after the stream finished what came before; it then takes
-a floor plus its bytes at a rate. Nothing else is modelled: no caches, no contention, no Python between the calls.
+The model behind them: one host thread issues calls, each of which costs it time. The work of a call can start
+one launch latency after its runtime call began, and one gap after the stream finished what came before; it then
+takes a floor plus its bytes at a rate. No more is modelled: no caches, no contention, no Python between calls.
 """
 
 from __future__ import annotations
 
 import csv
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
+import msgspec
 import numpy as np
 import pandas as pd
 
@@ -59,7 +60,7 @@ class DeviceProfile:
     date: str
     figures: dict[str, Figure]
     unknown: tuple[str, ...] = ()
-    error: dict[str, float] | None = None
+    error: dict[str, Annotated[float, msgspec.Meta(ge=0)]] | None = None
 
     def __getitem__(self, figure: str) -> float:
         return self.figures[figure].value
@@ -101,27 +102,18 @@ class DeviceProfile:
         if not path.is_file():
             raise ValueError(f"device profile {name}: expected one of {cls.available()}, or a file")
         try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-            given = {name: Figure(**raw["figures"][name]) for name in FIGURES if name in raw["figures"]}
-            unknown = tuple(name for name in FIGURES if name not in given or name in raw["unknown"])
-            profile = cls(**raw | {"figures": _assumed(given), "unknown": unknown})
-            _check(profile)
-            return profile
-        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-            raise ValueError(f"{path}: not a device profile: {error!r}") from error
-
-
-def _check(profile: DeviceProfile) -> None:
-    for name, figure in profile.figures.items():
-        positive = figure.low > 0 or not name.endswith("per_s")
-        if not (positive and 0 <= figure.low <= figure.value <= figure.high < math.inf):
-            raise ValueError(f"{name}: expected 0 <= low <= value <= high, a rate above 0, got {figure}")
-    for field in ("name", "device", "source", "date"):
-        if not isinstance(getattr(profile, field), str):
-            raise ValueError(f"{field}: expected text, got {getattr(profile, field)}")
-    for regime, error in (profile.error or {}).items():
-        if not 0 <= error < math.inf:
-            raise ValueError(f"error: expected a number from 0 on for {regime}, got {error}")
+            profile = msgspec.json.decode(path.read_bytes(), type=cls)
+            given = {name: figure for name, figure in profile.figures.items() if name in FIGURES}
+            for name, figure in given.items():
+                least = 1e-9 if name.endswith("per_s") else 0
+                if not least <= figure.low <= figure.value <= figure.high:
+                    raise ValueError(
+                        f"{name}: expected 0 <= low <= value <= high, a rate above 0, got {figure}"
+                    )
+        except (ValueError, msgspec.DecodeError, RecursionError) as error:
+            raise ValueError(f"{path}: not a device profile: {error}") from error
+        unknown = [name for name in FIGURES if name in profile.unknown or name not in given]
+        return replace(profile, figures=_assumed(given), unknown=tuple(unknown))
 
 
 def _assumed(found: dict[str, Figure]) -> dict[str, Figure]:
@@ -191,27 +183,27 @@ def _values(device: pd.DataFrame, row: dict[str, str], known: dict[str, float]) 
 def _device_side(trace: pd.DataFrame, without: pd.Index | None) -> pd.DataFrame:
     """Device events, one row each, with what `where` and `value` of FIGURES name beside their columns.
 
-    alone: the first work of a call that is in no foreach call. own: likewise, and neither of a graph nor after a
-    wait for another stream. after_copy: the one before on the stream was a memcpy, as this one is. op_before_us:
-    when that one's operator ended. fused: a foreach kernel. smallest: the bytes of the smallest memcpy.
+    alone: the first work of a call that is in no foreach call. own: neither of a graph nor after a wait for
+    another stream. after_copy: the one before on the stream was a memcpy, as this one is. op_before_us: when
+    that one's operator ended. fused: a foreach kernel. smallest: the bytes of the smallest memcpy.
     """
     device = burst_copies(trace, min_copies=1, kinds=DEVICE_KINDS)
-    names = {"name": str, "kind": str, "call": str, "op": str}
-    device = device.astype(names)
-    before = device.groupby("track").shift()
-    hidden = pd.Series(device.index.isin(() if without is None else without), device.index)
-    # neither those events, nor what their ends say about the events after them
-    device["ready_us"] = device.ready_us.mask(hidden.groupby(device.track).shift(fill_value=False))
-    device["after_copy"] = (device.kind == "memcpy") & (before.kind == "memcpy")
-    device["op_before_us"] = before.op_start_us + before.op_us
-    device["alone"] = device.leads & device.foreach_us.isna()
-    device["own"] = device.leads & device.released_us.isna() & ~device.call.str.contains("Graph")
+    device = device.astype({"name": str, "call": str, "op": str, "foreach_inputs": str})
     device["fused"] = device.name.map(is_foreach).astype(bool)
-    device["foreach_tensors"] = (
-        device.foreach_inputs.astype(str).str.extract(r"^(\d+) ", expand=False).astype(float)
-    )
-    device["smallest"] = device.bytes.where(device.kind == "memcpy").min()
-    return device[~hidden]
+    device["hidden"] = device.index.isin(() if without is None else without)
+    before = device.groupby("track").shift()  # noqa: F841, named below
+    device["foreach_tensors"] = device.foreach_inputs.str.extract(r"^(\d+) ", expand=False).astype(float)
+    device["smallest"] = device.query("kind == 'memcpy'").bytes.min()
+    # a hidden event tells nothing, nor does its end of the event after it
+    device = device.eval("""
+        call_end_us = call_start_us + call_us
+        ready_us = ready_us.mask(@before.hidden == True)
+        after_copy = kind == 'memcpy' and @before.kind == 'memcpy'
+        op_before_us = @before.op_start_us + @before.op_us
+        alone = leads and foreach_us.isna()
+        own = leads and released_us.isna() and not call.str.contains('Graph')
+    """)
+    return device[~device.hidden]
 
 
 def validate(trace: pd.DataFrame, min_copies: int = 4) -> pd.DataFrame:
@@ -230,6 +222,7 @@ def validate(trace: pd.DataFrame, min_copies: int = 4) -> pd.DataFrame:
     bursts = find_copy_bursts(trace, min_copies, kinds=("memcpy",))
     copies = burst_copies(trace, min_copies, kinds=("memcpy",))
     device = burst_copies(trace, min_copies=1, kinds=DEVICE_KINDS)
+    device = device.sort_values(["track", "start_us"], kind="stable")
     table = bursts[["regime", "n_copies", "span_us"]].assign(predicted_us=np.nan)
     table.insert(0, "half", np.where(np.arange(len(bursts)) < len(bursts) // 2, "earlier", "later"))
     for half in table["half"].unique():
@@ -238,25 +231,30 @@ def validate(trace: pd.DataFrame, min_copies: int = 4) -> pd.DataFrame:
             profile = fit_profile(trace, without=held_out.index)
         except ValueError:  # no other memcpy in the trace
             continue
-        start, end = _play(device, held_out.index, profile)
-        start, end = (times[held_out.index].groupby(held_out["burst"]) for times in (start, end))
-        table["predicted_us"] = table["predicted_us"].fillna(end.max() - start.first())
+        played = _play(device, held_out.index, profile).loc[held_out.index].groupby(held_out.burst)
+        table["predicted_us"] = table.predicted_us.fillna(played.end_us.max() - played.begin_us.first())
     return table.assign(error=table["predicted_us"] / table["span_us"].where(table["span_us"] > 0) - 1)
 
 
-def _play(device: pd.DataFrame, modelled: pd.Index, profile: DeviceProfile) -> tuple[pd.Series, pd.Series]:
-    """Starts and ends of device events, in stream order, those of `modelled` with the profile's durations.
+def _play(device: pd.DataFrame, modelled: pd.Index, profile: DeviceProfile) -> pd.DataFrame:
+    """Device events, in stream order, with begin_us and end_us if those of `modelled` took what the profile says.
 
-    start[i] = max(call[i] + latency, end[i-1] + gap) is a recurrence. With done[i], the sum of all durations
-    and gaps before i, it becomes start[i] = done[i] + max over j <= i of (call[j] + latency - done[j]).
+    begin[i] = max(call[i] + latency, end[i-1] + gap) is a recurrence. With done[i], the sum of all durations
+    and gaps before i, it becomes begin[i] = done[i] + max over j <= i of (call[j] + latency - done[j]).
     """
-    device = device.sort_values(["track", "start_us"], kind="stable")
-    model = profile["memcpy_floor_us"] + device.bytes.fillna(0) / (profile["memcpy_gb_per_s"] * 1e3)
-    duration = device.dur_us.where(~device.index.isin(modelled), model)
-    launched = device.call_start_us + profile["launch_latency_us"]
-    earliest = np.fmax(launched, device.released_us).fillna(-np.inf)
-    earliest = earliest.where(device.duplicated("track"), device.start_us)  # where the recording begins
-    step = duration + profile["gap_us"]
-    done = step.groupby(device.track).cumsum() - step
-    start = done + (earliest - done).groupby(device.track).cummax()
-    return start, start + duration
+    first = ~device.duplicated("track")  # where the recording begins
+    hidden = device.index.isin(modelled)
+    figures = {name: figure.value for name, figure in profile.figures.items()}
+    names = {"first": first, "hidden": hidden, "later": np.fmax, **figures}
+    return device.eval(
+        """
+        model_us = @memcpy_floor_us + bytes.fillna(0) / (@memcpy_gb_per_s * 1e3)
+        length_us = dur_us.mask(@hidden, model_us)
+        launched = @later(call_start_us + @launch_latency_us, released_us).fillna(-1e300)
+        earliest = launched.mask(@first, start_us)
+        done = (length_us + @gap_us).groupby(track).cumsum() - length_us - @gap_us
+        begin_us = done + (earliest - done).groupby(track).cummax()
+        end_us = begin_us + length_us
+    """,
+        local_dict=names,
+    )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from numbers import Integral
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -15,6 +15,10 @@ from lib.launches import KINDS, Launch, launches
 from lib.profiles.device import DeviceProfile
 from lib.profiles.traces import COLUMNS, event_table
 
+WHAT_IF = (
+    *("span_us", "grouped_us", "grouped_low_us", "grouped_high_us"),
+    *("saved_us", "saved_low_us", "saved_high_us", "waiting_us", "ahead_us"),
+)
 WAITS, AHEAD = "the GPU waits for the host", "the host is ahead"
 GraphTimes = float | Mapping[str, float] | None
 
@@ -24,8 +28,8 @@ def simulate(
 ) -> pd.DataFrame:
     """Play launches on an idle machine: one host thread issues them in turn, one stream runs them in order.
 
-    Foreach launches in a row with the same reason are chunks of one call, and so are the copies of a slow foreach
-    call. A copy to the host, or from pageable memory, holds the host up until it is done.
+    Foreach launches in a row with the same reason are chunks of one call, and so are the copies of a slow
+    foreach call. A copy to the host, or from pageable memory, holds the host up until it is done.
 
     Args:
         work: as `launches` lists them; Launch("graph", 0, 0, "verify") is a graph replay, named so.
@@ -45,7 +49,7 @@ def simulate(
         if not all(isinstance(n, Integral) and n >= 0 for n in (launch.bytes, launch.n_copies)):
             raise ValueError(f"launch {number}: expected n_copies and bytes of 0 or more, got {launch}")
     rows = []
-    host, stream = 0.0, _host_us(work, profile) if ahead else -np.inf
+    host, stream = 0.0, host_us(work, profile) if ahead else -np.inf
     for number, launch in enumerate(work):
         kind = KINDS[launch.kind]
         between, op_us = _host_costs(work, number, profile)
@@ -99,90 +103,101 @@ def _host_costs(work: Sequence[Launch], number: int, profile: DeviceProfile) -> 
     return between, max(profile[kind.host], profile[kind.call]) + tensors_us
 
 
-def _host_us(work: Sequence[Launch], profile: DeviceProfile) -> float:
+def host_us(work: Sequence[Launch], profile: DeviceProfile) -> float:
+    """How long the host takes to issue launches."""
     return sum(sum(_host_costs(work, number, profile)) for number in range(len(work)))
 
 
-def _queued_us(work: Sequence[Launch], profile: DeviceProfile) -> float:
+def queued_us(work: Sequence[Launch], profile: DeviceProfile) -> float:
+    """How long the device takes for launches that wait in its queue."""
     return sum(device_us(launch, profile) + profile["gap_us"] for launch in work)
+
+
+# What grouping saves of a burst, in us; `off`: by what factor the model is taken to be off.
+SAVING = """
+    gone = n_small - n_grouped
+    asked_us = @larger(op_us, host_us)
+    between_us = (host_span_us - asked_us).clip(0) * gone / n_copies
+    host_bound_us = asked_us * n_small / n_copies - host_grouped_us * off + between_us * all_between
+    scale = ((span_us - kept_us - blocked_us) / @larger(today_us, 1e-9)).clip(0)
+    queued_us = scale * (small_us - grouped_us * off)
+    on_device_us = @smaller(gone * floor_us, busy_us - kept_us).clip(0)
+    most_us = idle_us - blocked_us + on_device_us
+    saved_us = @smaller(host_bound_us.where(regime == 'host-bound', queued_us), most_us)
+"""
 
 
 def what_if_grouped(bursts: pd.DataFrame, profile: DeviceProfile, groups: int = 3) -> pd.DataFrame:
     """What bursts of `find_copy_bursts` would take with their small copies grouped, by lib/launches.py.
 
-    Copies below DEFAULT_DMA_BYTES go into `groups` foreach calls (the number of dtype pairs, which few traces
-    tell); larger ones, those of unknown size and foreach kernels stay. A copy kernel counts as a pair that the
-    fused kernel can take.
+    Copies below DEFAULT_DMA_BYTES go into `groups` foreach calls (the number of dtype pairs, which few
+    traces tell); larger ones, those of unknown size and foreach kernels stay. A copy kernel counts as a pair
+    that the fused kernel can take.
 
     Where the burst is host-bound, the operators around its small copies (runtime calls, where no operator was
-    recorded) are replaced by those of the groups; at the fast end of the range the time between them goes, too.
-    Else the device counts: floors and gaps. Never saved is more than the idle time, less that in which the
-    stream waited for another one, and what the launches that go took on the device.
+    recorded) are replaced by those of the groups; at the fast end of the range the time between them goes,
+    too. Else the device counts: floors and gaps, in proportion to the model's time for today's copies. Never
+    saved is more than the idle time, less that in which the stream waited for another one, and what the
+    launches that go took on the device.
 
     Returns:
-        one row a burst: n_copies, regime, launches (afterwards), span_us, grouped_us, saved_us, and the range of
-        both: figures at their fast and slow ends, and on the modelled part the error in that regime. A negative
-        saving means that grouping costs time. waiting_us and ahead_us: the saving, all modelled, if the GPU
-        waited for the host, and if the host were ahead.
+        one row a burst: n_copies, regime, launches (afterwards), span_us, grouped_us, saved_us, and the range
+        of both: figures at their fast and slow ends, and on the modelled part the error in that regime. A
+        negative saving means that grouping costs time. waiting_us and ahead_us: the saving, all modelled, if
+        the GPU waited for the host, and if the host were ahead.
     """
     if groups < 1:
         raise ValueError(f"groups: expected at least 1, got {groups}")
-    rows = []
-    for burst in bursts.itertuples():
-        copies = [Launch("memcpy", 1, int(size), "") for size in burst.sizes]
-        small = [copy for copy in copies if copy.bytes < DEFAULT_DMA_BYTES]
-        grouped = _grouped(small, groups)
-        saved = _saved(burst, profile, copies, small, grouped)
-        rows.append({
-            "launches": burst.n_copies - len(small) + len(grouped),
-            "saved_us": saved[0],
-            "saved_low_us": min(saved),
-            "saved_high_us": max(saved),
-            "waiting_us": _host_us(small, profile) - _host_us(grouped, profile),
-            "ahead_us": _queued_us(small, profile) - _queued_us(grouped, profile),
-        })  # fmt: skip
-    columns = ["launches", "saved_us", "saved_low_us", "saved_high_us", "waiting_us", "ahead_us"]
-    table = bursts[["n_copies", "regime", "span_us"]].join(pd.DataFrame(rows, bursts.index, columns))
-    table = table.eval("""
+    errors = profile.error or {}
+    error = bursts.regime.map(errors).astype(float).fillna(max(errors.values(), default=0.0))
+    dealt = [_dealt(sizes, groups) for sizes in bursts.sizes]
+    counts = pd.DataFrame(
+        {
+            "n_small": [len(small) for _, small, _ in dealt],
+            "n_grouped": [len(grouped) for _, _, grouped in dealt],
+            "today_us": [queued_us(today, profile) for today, _, _ in dealt],
+            "small_us": [queued_us(small, profile) for _, small, _ in dealt],
+            "host_small_us": [host_us(small, profile) for _, small, _ in dealt],
+        },
+        bursts.index,
+        dtype=float,
+    )
+    saved = []
+    for figures, sign in ((profile, 0), (profile.at("fast"), -1), (profile.at("slow"), 1)):
+        terms = bursts.join(counts).assign(
+            grouped_us=[queued_us(grouped, figures) for _, _, grouped in dealt],
+            host_grouped_us=[host_us(grouped, figures) for _, _, grouped in dealt],
+            off=(1 + sign * error).clip(0),
+            all_between=float(sign < 0),
+            floor_us=profile["memcpy_floor_us"],
+        )
+        saved.append(terms.eval(SAVING, local_dict={"larger": np.fmax, "smaller": np.fmin}))
+    ends = pd.concat([end.saved_us for end in saved], axis=1)
+    table = (
+        saved[0]
+        .assign(saved_low_us=ends.min(axis=1), saved_high_us=ends.max(axis=1))
+        .eval("""
+        launches = n_copies - n_small + n_grouped
+        waiting_us = host_small_us - host_grouped_us
+        ahead_us = small_us - grouped_us
         grouped_us = span_us - saved_us
         grouped_low_us = span_us - saved_high_us
         grouped_high_us = span_us - saved_low_us
     """)
+    )
+    table = table[["n_copies", "regime", "launches", *WHAT_IF]].astype({"launches": int})
     table.attrs = {"evidence": "modelled", "label": profile.label(), "groups": groups}
     return table
 
 
-def _saved(
-    burst: Any, profile: DeviceProfile, copies: list[Launch], small: list[Launch], grouped: list[Launch]
-) -> list[float]:
-    """The saving in us by the profile, and at its fast and at its slow end."""
-    errors = profile.error or {}
-    error = errors.get(burst.regime, max(errors.values(), default=0.0))
-    share = len(small) / burst.n_copies
-    gone = (len(small) - len(grouped)) / burst.n_copies
-    op_us = max(burst.op_us, burst.host_us)
-    # the device in proportion to the model's time for today's copies, where those filled the span
-    scale = (burst.span_us - burst.kept_us - burst.blocked_us) / (_queued_us(copies, profile) or 1.0)
-    on_device = min(gone * burst.n_copies * profile["memcpy_floor_us"], burst.busy_us - burst.kept_us)
-    most = burst.span_us - burst.busy_us - burst.blocked_us + max(on_device, 0.0)
-    saved = []
-    for figures, sign in ((profile, 0), (profile.at("fast"), -1), (profile.at("slow"), 1)):
-        off = max(1 + sign * error, 0.0)
-        if burst.regime == "host-bound":
-            others = max(burst.host_span_us - op_us, 0.0) * gone if sign < 0 else 0.0
-            saved.append(min(op_us * share - _host_us(grouped, figures) * off + others, most))
-        else:
-            device = _queued_us(small, profile) - _queued_us(grouped, figures) * off
-            saved.append(min(max(scale, 0.0) * device, most))
-    return saved
-
-
-def _grouped(small: Sequence[Launch], groups: int) -> list[Launch]:
-    """Launches of these copies, dealt out into foreach calls; one alone goes by copy_."""
+def _dealt(sizes: Sequence[float], groups: int) -> tuple[list[Launch], list[Launch], list[Launch]]:
+    """Launches of copies of these bytes, the small ones thereof, and these dealt out into foreach calls."""
+    copies = [Launch("memcpy", 1, int(size), "") for size in sizes]
+    small = [copy for copy in copies if copy.bytes < DEFAULT_DMA_BYTES]
     made = []
     for number in range(groups):
-        dealt = small[number::groups]
-        tensors = [torch.empty(max(copy.bytes, 1), dtype=torch.uint8, device="meta") for copy in dealt]
-        chunks = launches([Call("foreach", tensors, tensors)]) if len(dealt) > 1 else dealt
-        made += [Launch(chunk.kind, chunk.n_copies, chunk.bytes, f"group {number}") for chunk in chunks]
-    return made
+        group = small[number::groups]
+        tensors = [torch.empty(max(copy.bytes, 1), dtype=torch.uint8, device="meta") for copy in group]
+        chunks = launches([Call("foreach", tensors, tensors)]) if len(group) > 1 else group
+        made += [replace(chunk, reason=f"group {number}") for chunk in chunks]
+    return copies, small, made

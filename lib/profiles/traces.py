@@ -1,13 +1,13 @@
 """Profiler traces as one table of events, whatever wrote them.
 
-Read are Kineto / Chrome JSON (`torch.profiler`) and Nsight Systems exports (`nsys export --type sqlite`), plain or
-gzip. Every reader gives the same pandas table, one row an event, sorted by start:
+Read are Kineto / Chrome JSON (`torch.profiler`) and Nsight Systems exports (`nsys export --type sqlite`),
+plain or gzip. Every reader gives the same pandas table, one row an event, sorted by start:
 
-    name, kind (see KINDS), track ("host 1234", "stream 7"; with the process or the device where the file has
-    several), inputs (of a copying operator whose shapes were recorded: "int <- long int", "4 tensors"; else ""),
-    stream and thread (int64, -1 where they do not apply), start_us (from the first event), dur_us, bytes (float,
-    NaN where the trace does not tell; of aten::copy_ what it writes), correlation (int64; a host call and the
-    device work that it launched share one, unique in the file; -1 for none).
+    name, kind (see KINDS), track ("host 1234", "stream 7"; with the process or the device where the file
+    has several), inputs (of a copying operator whose shapes were recorded: "int <- long int", "4 tensors"),
+    stream and thread (int64, -1 where they do not apply), start_us (from the first event), dur_us, bytes
+    (float, NaN where the trace does not tell; of aten::copy_ what it writes), correlation (int64; a host call
+    and the device work that it launched share one, unique in the file; -1 for none).
 
 `table.attrs` says where it came from: source, path, device, evidence ("recorded", "measured" or "modelled"),
 resolution_us (1.0 where the file holds whole microseconds), rocm, and left_out, a list of sentences.
@@ -15,7 +15,6 @@ resolution_us (1.0 where the file holds whole microseconds), rocm, and left_out,
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import gzip
 import json
@@ -26,22 +25,18 @@ import sqlite3
 import tempfile
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from decimal import Decimal, InvalidOperation
+from collections.abc import Iterable
+from decimal import Decimal
 from functools import lru_cache
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import numpy as np
 import pandas as pd
 
 from lib.launches import KINDS as LAUNCH_KINDS
-
-try:
-    import msgspec
-except ImportError:  # Python's json then does the same work, slower and in more memory
-    msgspec = None
 
 if TYPE_CHECKING:
     import torch
@@ -109,7 +104,7 @@ OUR_KERNELS = {kind.work for kind in LAUNCH_KINDS.values() if kind.event == "cop
 FUNCTOR = re.compile(r"\bCopy(?:Functor)?<")  # of _foreach_copy_ (ForeachBinaryOpList.cu)
 # How PyTorch names its operators to NVTX: "aten::copy_, seq = 45395, op_id = 990883".
 NVTX_OPERATOR = re.compile(r"([^,]+)(?:, seq = \d+)?, op_id = \d+")
-COPY, FOREACH = COPY_OPERATORS = ("aten::copy_", "aten::_foreach_copy_")
+COPY, FOREACH = "aten::copy_", "aten::_foreach_copy_"
 WIDTHS = {
     **dict.fromkeys(("double", "long", "long int"), 8),
     **dict.fromkeys(("float", "int"), 4),
@@ -125,22 +120,9 @@ NSYS_TABLES = {
     "CUPTI_ACTIVITY_KIND_MEMSET": "memset",
     "CUPTI_ACTIVITY_KIND_GRAPH_TRACE": "graph",
 }
-# Columns as in _ROW. globalTid and globalPid hold process and thread, 24 bits each; correlations
-# count from 1 in every process; times are in nanoseconds.
-NSYS_QUERY = """
-    SELECT '{table_category}', COALESCE({text}, strings.value, 'Memcpy '
-            || CASE {copyKind} WHEN 1 THEN 'HtoD' WHEN 2 THEN 'DtoH' WHEN 8 THEN 'DtoD' WHEN 10 THEN 'PtoP' END
-            || CASE {srcKind} WHEN 0 THEN ' (Pageable' WHEN 1 THEN ' (Pinned' WHEN 2 THEN ' (Device'
-                ELSE ' (?' END
-            || CASE {dstKind} WHEN 0 THEN ' -> Pageable)' WHEN 1 THEN ' -> Pinned)' WHEN 2 THEN ' -> Device)'
-                ELSE ' -> ?)' END, '{table_category}'),
-        '', '', [start] || 'e-3', ([end] - [start]) || 'e-3', {task} >> 24 & 0xFFFFFF, {task} & 0xFFFFFF,
-        {deviceId}, {streamId},
-        CASE WHEN {correlationId} > 0 THEN ({task} >> 24 & 0xFFFFFF) << 32 | {correlationId} END, {bytes}
-    FROM {table} LEFT JOIN (SELECT id, MIN(value) AS value FROM StringIds GROUP BY id) AS strings
-        ON strings.id = COALESCE({nameId}, {textId}, {demangledName})"""
+NSYS_QUERY = (Path(__file__).parent / "nsys.sql").read_text(encoding="utf-8")
 REAL_TABLES = "SELECT name FROM sqlite_master WHERE type = 'table' AND sql LIKE 'CREATE TABLE%'"
-SQLITE, GZIP = b"SQLite format 3", b"\x1f\x8b"
+SQLITE = b"SQLite format 3"
 ADVICE = {
     ".nsys-rep": "export it, nsys export --type sqlite FILE, and read the .sqlite",
     ".qdrep": "export it, nsys export --type sqlite FILE, and read the .sqlite",
@@ -154,53 +136,56 @@ LARGEST_UNPACKED = 2 << 30  # bytes of text that a gzip file may hold
 LARGEST_LOOSE = 256 << 20  # bytes of text for Python's json, which takes up to 15 times as much memory
 LATEST = 9 * 10**15  # us: the year 2255; in ns it is an int64
 SPAN = 2**42  # us: 50 days, in which a double still tells nanoseconds apart
-_BLOCK = 1 << 14  # events made into arrays at a time
-_UNREADABLE = -(2**63)  # in the place of a number that is there, but cannot be read
+UNREADABLE = -(2**63)  # in the place of a time that is none
+BLOCK = 1 << 16  # events made into arrays at a time
 
-if msgspec is not None:  # only the needed fields, typed; an integer that is absent is -1
+Number = Annotated[int, msgspec.Meta(ge=-1, le=2**63 - 1)]  # -1 where it is absent
 
-    class _Args(msgspec.Struct, frozen=True, gc=False):
-        track: str = ""  # this and the next are written by to_chrome_trace
-        inputs: str = ""
-        device: int = -1
-        stream: int = -1
-        correlation: int = -1
-        bytes: int = -1
 
-    class _Event(msgspec.Struct, gc=False):
-        ph: str = ""
-        cat: str = ""
-        name: str = ""
-        ts: Decimal = Decimal("nan")  # 1.7e15 us since 1970: a double would round it to 0.25 us
-        dur: float = math.nan
-        pid: int | str = -1
-        tid: int | str = -1
-        args: _Args = _Args()
+class _Args(msgspec.Struct, gc=False):
+    track: str = ""  # this and the next are written by to_chrome_trace
+    inputs: str = ""
+    device: Number = -1
+    stream: Number = -1
+    correlation: Number = -1
+    bytes: Number = -1
+    dims: msgspec.Raw = msgspec.field(name="Input Dims", default=msgspec.Raw(b"0"))
+    types: msgspec.Raw = msgspec.field(name="Input type", default=msgspec.Raw(b"0"))
 
-    class _Document(msgspec.Struct):
-        traceEvents: list[msgspec.Raw] | None = None
-        deviceProperties: msgspec.Raw = msgspec.Raw(b"null")
-        roctracer_version: msgspec.Raw = msgspec.Raw(b"null")
-        table: msgspec.Raw = msgspec.Raw(b"null")  # by to_chrome_trace
 
-    _decode, _RAW = msgspec.json.Decoder(_Event).decode, msgspec.Raw
-    _NOT_TYPED = (msgspec.DecodeError, UnicodeDecodeError, TypeError)
-else:
-    _decode, _RAW, _NOT_TYPED = None, (), TypeError
-_ABOUT = ("deviceProperties", "roctracer_version", "table")
-_NUMBERS = ("device", "stream", "correlation", "bytes")
-_ROW = attrgetter(
-    *("cat", "name", "args.track", "args.inputs", "ts", "dur", "pid", "tid"),
-    *(f"args.{name}" for name in _NUMBERS),
-)
+class _Event(msgspec.Struct, gc=False):
+    ph: str = ""
+    cat: str = ""
+    name: str = ""
+    ts: Decimal = Decimal("nan")  # 1.7e15 us since 1970: a double would round it to 0.25 us
+    dur: float = math.nan
+    pid: int | str = -1
+    tid: int | str = -1
+    args: _Args = msgspec.field(default_factory=_Args)
+
+
+class _Document(msgspec.Struct):
+    traceEvents: list[msgspec.Raw] | None = None
+    deviceProperties: Any = ()
+    roctracer_version: Any = None
+    evidence: Any = None  # this and the next are written by to_chrome_trace
+    left_out: Any = ()
+
+
+FAILURES = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+FIELDS = ("cat", "name", "ts", "dur", "pid", "tid")
+ARGS = ("track", "inputs", "device", "stream", "correlation", "bytes")
+_decode = msgspec.json.Decoder(_Event, strict=False).decode
+NO_EVENT = _Event("X", "of no readable type")
 
 
 def load_trace(path: str | os.PathLike, python: bool = False) -> pd.DataFrame:
     """Read a profiler trace into the table described at the top of this module.
 
     Complete events (`ph` "X") are read; flow, instant, counter and metadata events are no spans. One that
-    cannot be placed (no, a negative or a non-finite duration, no stream, a time weeks away from the others, a
-    category not in CATEGORIES) is left out, and `attrs["left_out"]` says how many.
+    cannot be read or placed (a field of another type, no, a negative or a non-finite duration, no stream, a
+    time weeks away from the others, a category not in CATEGORIES) is left out, and `attrs["left_out"]` says
+    how many.
 
     JSON takes about 2.5 times the memory of its text. A gzip file may hold 2 GiB of it, an invalid one (NaN,
     a lone surrogate), which Python's own json then reads, 256 MiB.
@@ -225,7 +210,7 @@ def load_trace(path: str | os.PathLike, python: bool = False) -> pd.DataFrame:
         return _table(path, *_read_json(text), python)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"{path}: gzip is truncated or damaged: {error}") from error
-    except sqlite3.Error as error:
+    except (sqlite3.Error, ArithmeticError) as error:
         raise ValueError(f"{path}: not as Nsight Systems exports it: {error}") from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: {error}") from error
@@ -276,26 +261,33 @@ def to_chrome_trace(table: pd.DataFrame, path: str | os.PathLike) -> None:
     categories = {kind: category for category, kind in reversed(CATEGORIES.items())}
     categories |= {"copy_kernel": "kernel"}
     tracks = list(table.track.unique())
-    names = [{"ph": "M", "name": "process_name", "pid": i, "args": {"name": t}} for i, t in enumerate(tracks)]
     events = []
-    for row in table.itertuples():
-        args = {name: getattr(row, name) for name in ("track", "inputs", "stream", "correlation")}
+    for number, track in enumerate(tracks):
+        events.append({"ph": "M", "name": "process_name", "pid": number, "args": {"name": track}})
+    for row in table.fillna({"bytes": -1}).astype({"bytes": int}).to_dict("records"):
+        told = {name: row[name] for name in ("track", "inputs", "stream", "correlation", "bytes")}
         event = {
             "ph": "X",
-            "cat": categories.get(row.kind, "gpu_memcpy"),
-            "name": row.name,
-            "pid": tracks.index(row.track),
-            "tid": max(row.thread, row.stream),
-            "ts": round(row.start_us, 3),
-            "dur": round(row.dur_us, 3),
-            "args": args | {"bytes": int(row.bytes)} if row.bytes >= 0 else args,
+            "cat": categories.get(row["kind"], "gpu_memcpy"),
+            "name": row["name"],
+            "pid": tracks.index(row["track"]),
+            "tid": max(row["thread"], row["stream"]),
+            "ts": round(row["start_us"], 3),
+            "dur": round(row["dur_us"], 3),
+            "args": {name: value for name, value in told.items() if value != -1},
         }
         events.append(event)
-    about = {name: table.attrs.get(name) for name in ("device", "evidence", "rocm", "left_out")}
+    document = {
+        "deviceProperties": [{"id": 0, "name": table.attrs.get("device", "")}],
+        "roctracer_version": 1 if table.attrs.get("rocm") else None,
+        "evidence": table.attrs.get("evidence", ""),
+        "left_out": table.attrs.get("left_out", []),
+        "traceEvents": events,
+    }
     part = path.with_name(f"{path.name}.part")
     try:
         with (gzip.open if path.suffix == ".gz" else open)(part, "wt", encoding="utf-8") as file:
-            json.dump({"table": about, "traceEvents": names + events}, file, allow_nan=False)
+            json.dump(document, file, allow_nan=False)
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
@@ -307,162 +299,113 @@ def to_chrome_trace(table: pd.DataFrame, path: str | os.PathLike) -> None:
 def _unpacked(path: Path) -> tuple[bytearray, bool]:
     """What is in a file, and whether it was packed; of an SQLite file that was not only the start."""
     with open(path, "rb") as file:
-        start = file.read(16)
-    packed = start.startswith(GZIP)
+        packed = file.read(2) == b"\x1f\x8b"
     text = bytearray()
     with (gzip.open if packed else open)(path, "rb") as stream:
         while more := stream.read(1 << 20):
             text += more
-            if start.startswith(SQLITE):
+            if text.startswith(SQLITE) and not packed:
                 break
             if packed and len(text) > LARGEST_UNPACKED:
                 raise ValueError("unpacks to more than 2 GiB: record fewer steps, or unpack it first")
     return text, packed
 
 
-def _read_json(text: bytearray) -> tuple[Iterator[list[tuple]], dict]:
-    """Rows of complete events (_ROW), block by block, and what the document says beside (_ABOUT)."""
-    if text.startswith(codecs.BOM_UTF8):
-        del text[: len(codecs.BOM_UTF8)]
+def _read_json(text: bytearray) -> tuple[Iterable[list], _Document]:
+    """FIELDS and ARGS of complete events, block by block, and what else the document says."""
+    if text.startswith(b"\xef\xbb\xbf"):  # a byte order mark
+        del text[:3]
     first = text[: 1 << 16].lstrip()[:1]
     if first not in (b"{", b"["):
         raise ValueError(NO_LIST if text else "the file is empty")
+    kind = _Document if first == b"{" else list[msgspec.Raw]
     try:
-        events, about = _document(text, first == b"[")
+        document = msgspec.json.decode(text, type=kind)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{NO_LIST}: {error}") from error
+    except (msgspec.DecodeError, RecursionError) as error:
+        if len(text) > LARGEST_LOOSE:
+            raise ValueError(f"invalid JSON, or cut short at byte {len(text)}: {error}") from error
+        document = msgspec.json.decode(_mended(text), type=kind)
+    document = document if isinstance(document, _Document) else _Document(document)
+    events = document.traceEvents
+    if events is None:
+        raise ValueError(NO_LIST)
+    return (_columns(events[i : i + BLOCK]) for i in range(0, len(events), BLOCK)), document
+
+
+def _mended(text: bytearray) -> bytes:
+    """What Python's json takes and msgspec does not (NaN, control and half characters) as both take it."""
+    try:
+        loose = json.loads(
+            text.decode("utf-8", "replace"), strict=False, parse_float=str, parse_constant=lambda _: None
+        )
     except (ValueError, RecursionError) as error:
         raise ValueError(f"invalid JSON, or cut short at byte {len(text)}: {error}") from error
-    if not isinstance(events, list):
-        raise ValueError(NO_LIST)
-    return (_rows(events[i : i + _BLOCK]) for i in range(0, len(events), _BLOCK)), about
+    return json.dumps(loose, ensure_ascii=False).encode("utf-8", "replace")
 
 
-def _document(text: bytearray, is_list: bool) -> tuple[object, dict]:
-    """The events of a JSON document, each as its text or as an object, and _ABOUT."""
-    if msgspec is not None:
-        try:
-            if is_list:
-                return msgspec.json.decode(text, type=list[msgspec.Raw]), {}
-            document = msgspec.json.decode(text, type=_Document)
-            return document.traceEvents, {name: _parse(getattr(document, name)) for name in _ABOUT}
-        except msgspec.ValidationError:
-            return None, {}
-        except msgspec.DecodeError:
-            if len(text) > LARGEST_LOOSE:
-                raise
-    document = _parse(text)
-    return (document, {}) if is_list else (document.get("traceEvents"), document)
-
-
-def _parse(text: bytes | bytearray | msgspec.Raw) -> object:
-    """JSON with every number as its text, which keeps its digits; NaN and control characters are let pass."""
-    loose = bytes(text).decode("utf-8", "replace")
-    return json.loads(loose, strict=False, parse_float=str, parse_int=str, parse_constant=str)
-
-
-def _rows(events: list) -> list[tuple]:
-    """The complete ones of these events, which are texts, or objects that Python's json made of them."""
+def _columns(texts: list[msgspec.Raw]) -> list[list]:
+    """FIELDS and ARGS of the complete ones of these events."""
     try:
-        typed = [*map(_decode, events)]
-    except _NOT_TYPED:  # one of them has a field of another type
-        return [*filter(None, map(_loose, events))]
-    return [
-        _loose(text) if event.name in COPY_OPERATORS and b'"Input Dims"' in bytes(text) else _ROW(event)
-        for event, text in zip(typed, events)
-        if event.ph == "X"
-    ]
+        events = [event for event in map(_decode, texts) if event.ph == "X"]
+    except FAILURES:
+        events = [event for event in map(_event, texts) if event.ph == "X"]
+    args = [event.args for event in events]
+    for event in events:
+        if event.name in (COPY, FOREACH):
+            _add_shapes(event.name, event.args)
+    columns = [[*map(attrgetter(field), events)] for field in FIELDS]
+    return columns + [[*map(attrgetter(field), args)] for field in ARGS]
 
 
-def _loose(event: object) -> tuple | None:
-    """The row of an event whose fields may have any type; None for one that is not complete."""
-    event = _parse(event) if isinstance(event, _RAW) else event
-    event = event if isinstance(event, dict) else {"ph": "X"}  # counted as one of no category
-    if event.get("ph") != "X":
-        return None
-    args = event["args"] if isinstance(event.get("args"), dict) else {}
-    name = event.get("name")
-    if name in COPY_OPERATORS:
-        args |= _written(name, args.get("Input Dims"), args.get("Input type"))
-    texts = (event.get("cat"), name, args.get("track"), args.get("inputs"))
-    times = (_decimal(event.get("ts")), _decimal(event.get("dur")))
-    return (
-        *(str(text or "") for text in texts),
-        *times,
-        str(event.get("pid", -1)),
-        event.get("tid"),
-        *map(args.get, _NUMBERS),
-    )
+def _event(text: msgspec.Raw) -> _Event:
+    try:
+        return _decode(text)
+    except FAILURES:
+        return NO_EVENT
 
 
-def _written(name: str, dims: object, types: object) -> dict[str, int | str]:
+def _add_shapes(name: str, args: _Args) -> None:
     """What a copying operator writes, as far as its recorded arguments tell."""
-    try:
+    with contextlib.suppress(ValueError, TypeError, LookupError, msgspec.DecodeError):
+        dims, types = (msgspec.json.decode(text) for text in (args.dims, args.types))
         if name == FOREACH:
-            return {"inputs": f"{len(dims[0])} tensors"}  # of lists no dtype is recorded
-        size = math.prod(map(int, dims[0])) * WIDTHS[types[0]]
-        return {"inputs": f"{types[0]} <- {types[1]}", "bytes": size}
-    except (TypeError, ValueError, LookupError):
-        return {}
+            args.inputs = f"{len(dims[0])} tensors"  # of lists no dtype is recorded
+        else:
+            args.bytes = math.prod(map(int, dims[0])) * WIDTHS[types[0]]
+            args.inputs = f"{types[0]} <- {types[1]}"
 
 
-def _read_nsys(path: Path, text: bytes | bytearray) -> tuple[list[list[tuple]], dict]:
+def _read_nsys(path: Path, text: bytes | bytearray) -> tuple[list[list], _Document]:
     """What `_read_json` gives, from an Nsight Systems export: the file, or `text` where that was packed."""
-    with contextlib.closing(
-        sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)
-    ) as db:
+    uri = f"{path.resolve().as_uri()}?mode=ro&immutable=1"
+    blocks, document = [], _Document()
+    with contextlib.closing(sqlite3.connect(uri, uri=True)) as db:
         if text:
             db.deserialize(text)
         tables = {name for (name,) in db.execute(REAL_TABLES)}  # a view may never end
-        known = sorted(tables & set(NSYS_TABLES))
-        if "StringIds" not in tables or not known:
+        if "StringIds" not in tables or tables.isdisjoint(NSYS_TABLES):
             expected = f"expected StringIds and some of {', '.join(NSYS_TABLES)} (rocpd is rocprofv3's)"
             raise ValueError(f"SQLite, but no Nsight Systems export: {expected}, got {sorted(tables)}")
-        blocks = []
-        for table in known:
+        for table in sorted(tables.intersection(NSYS_TABLES)):
             fields = defaultdict(lambda: "NULL", table_category=NSYS_TABLES[table], table=table)
             fields |= {column: f"[{column}]" for _, column, *_ in db.execute(f"PRAGMA table_info({table})")}
             fields["task"] = f"COALESCE({fields['globalTid']}, {fields['globalPid']})"
             rows = db.execute(NSYS_QUERY.format_map(fields))
-            while some := rows.fetchmany(_BLOCK):
-                blocks.append([(*row[:4], *map(_decimal, row[4:6]), *row[6:]) for row in some])
-        about = {"deviceProperties": ()}
+            while some := rows.fetchmany(BLOCK):
+                columns = list(zip(*some))
+                columns[2:4] = [[*map(Decimal, times)] for times in columns[2:4]]
+                blocks.append(columns)
         if "TARGET_INFO_GPU" in tables:
             gpus = db.execute("SELECT id, name FROM TARGET_INFO_GPU")
-            about["deviceProperties"] = [{"id": number, "name": name} for number, name in gpus]
-    newer = [name for name in sorted(tables) if name.rpartition("_V")[0] in NSYS_TABLES]
-    about["table"] = {
-        "left_out": [f"table {name} left out: of a version that is not known here" for name in newer]
-    }
-    return blocks, about
+            document.deviceProperties = [{"id": number, "name": name} for number, name in gpus]
+    unknown = sorted(name for name in tables if name.rpartition("_V")[0] in NSYS_TABLES)
+    document.left_out = [f"table {name} left out: of a version that is not known here" for name in unknown]
+    return blocks, document
 
 
 # ------------------------------------------------------------------ from rows to a table
-
-
-def _decimal(value: object) -> Decimal:
-    try:
-        number = Decimal(value if isinstance(value, int) else str(value))
-    except InvalidOperation:
-        return Decimal("nan")
-    return Decimal("nan") if number.is_snan() else number  # a signalling NaN has no float
-
-
-def _nanoseconds(time: Decimal) -> int:
-    return int(time * 1000) if time.is_finite() and time.copy_abs() < LATEST else _UNREADABLE
-
-
-def _integer(value: object) -> int:
-    """-1 for what is absent, _UNREADABLE for what is no integer of 64 bits."""
-    number = _decimal(-1 if value is None else value)
-    # the size comes first: int() of 1e999999999 would not end
-    fits = number.is_finite() and number.copy_abs() < 2**63 and number == int(number)
-    return int(number) if fits and value is not True else _UNREADABLE
-
-
-def _integers(values: Sequence[object]) -> np.ndarray:
-    try:
-        return np.array(values, np.int64)
-    except (TypeError, ValueError, OverflowError):
-        return np.array([*map(_integer, values)], np.int64)
 
 
 @lru_cache(2**12)
@@ -470,6 +413,10 @@ def _text(value: object) -> str:
     """Text without what a terminal would obey, a page would hide or UTF-8 cannot hold."""
     text = str(value)
     return text if text.isprintable() else "".join(c if c.isprintable() else "\ufffd" for c in text)
+
+
+def _nanoseconds(time: Decimal) -> int:
+    return int(time * 1000) if time.is_finite() and time.copy_abs() < LATEST else UNREADABLE
 
 
 def _label(category: str, name: str, track: str, inputs: str) -> tuple[str | None, ...]:
@@ -491,15 +438,17 @@ def _tell(told: list[str], n: int, what: str) -> None:
         told.append(f"{n} {what}")
 
 
-def _table(path: Path, blocks: Iterable[list], about: dict, python: bool, nsys: bool = False) -> pd.DataFrame:
+def _table(
+    path: Path, blocks: Iterable[list], document: _Document, python: bool, nsys: bool = False
+) -> pd.DataFrame:
     """The table of a file's events. What cannot be placed is left out, and said so."""
-    frames, labels, told = [], {}, []
-    for rows in filter(None, blocks):
-        category, name, track, inputs, start, duration, process, *numbers = zip(*rows)
-        frame = pd.DataFrame(dict(zip(("thread", *_NUMBERS), map(_integers, numbers))))
+    frames, labels = [], {}
+    for category, name, start, duration, process, thread, track, inputs, *numbers in filter(any, blocks):
+        frame = pd.DataFrame(dict(zip(ARGS[2:], numbers)), dtype="int64")
         frame["start_ns"] = [*map(_nanoseconds, start)]
-        frame["dur_us"] = [*map(float, duration)]
-        frame["process"] = [*map(_text, process)]
+        frame["dur_us"] = np.array(duration, float)
+        frame["process"] = pd.Series(map(_text, process), dtype=object)
+        frame["thread"] = pd.to_numeric(pd.Series(thread), errors="coerce").fillna(-1).astype("int64")
         # every text once: its events hold its number
         frame["label"] = [
             labels.setdefault(texts, len(labels)) for texts in zip(category, name, track, inputs)
@@ -508,29 +457,26 @@ def _table(path: Path, blocks: Iterable[list], about: dict, python: bool, nsys: 
     if not frames:
         raise ValueError("holds no complete event (ph X)")
     columns = ["kind", "category", "name", "track", "inputs"]
-    texts = pd.DataFrame([_label(*texts) for texts in labels], columns=columns, dtype="category")
+    texts = pd.DataFrame([_label(*label) for label in labels], columns=columns, dtype="category")
+    told = [*map(_text, document.left_out)] if isinstance(document.left_out, list) else []
     events = _placed(pd.concat(frames, ignore_index=True).join(texts, on="label"), python, told)
     if events.empty:
         raise ValueError(f"no event could be read: {'; '.join(told)}")
     on_device = events.kind.isin(DEVICE_KINDS)
-    used = set(events.device[on_device].astype(str))
-    events["start_us"] = (events.start_ns - events.start_ns.min()) / 1000
-    _join(events, told)
-    several = _name_tracks(events, on_device, nsys, told)
-    written = about["table"] if isinstance(about.get("table"), dict) else {}
     hip = events.name[events.kind == "runtime"].str.startswith("hip").any()
-    table = event_table(events)
-    table.attrs = {
+    attrs = {
         "source": path.name,
         "path": path.resolve(),
-        "device": _text(written.get("device") or _gpu_names(about.get("deviceProperties"), used)),
-        "evidence": "modelled" if written.get("evidence") == "modelled" else "recorded",
-        "resolution_us": 0.001 if (table[["start_us", "dur_us"]] % 1).any(axis=None) else 1.0,
-        "rocm": bool(hip or about.get("roctracer_version") or written.get("rocm")),
+        "device": _gpu_names(document.deviceProperties, set(events.device[on_device])),
+        "evidence": "modelled" if document.evidence == "modelled" else "recorded",
+        "rocm": bool(hip or document.roctracer_version),
     }
+    _join(events, told)
+    several = _name_tracks(events, on_device, nsys, told)
+    table = event_table(events, **attrs)
+    table.attrs["resolution_us"] = 0.001 if (table[["start_us", "dur_us"]] % 1).any(axis=None) else 1.0
     _check_streams(table, several, told)
-    before = written["left_out"] if isinstance(written.get("left_out"), list) else []
-    table.attrs["left_out"] = [*dict.fromkeys([*map(_text, before), *told])]
+    table.attrs["left_out"] = [*dict.fromkeys(told)]
     return table
 
 
@@ -540,7 +486,7 @@ def _placed(events: pd.DataFrame, python: bool, told: list[str]) -> pd.DataFrame
     for category, n in events.category[~wanted].value_counts().items():
         _tell(told, n, f"events of category {category!r} left out")
     on_device = events.kind.isin(DEVICE_KINDS)
-    readable = (events.start_ns != _UNREADABLE) & np.isfinite(events.dur_us)
+    readable = (events.start_ns != UNREADABLE) & np.isfinite(events.dur_us)
     middle = events.start_ns[wanted & readable].median()
     checks = {
         "no finite ts and dur": ~readable,
@@ -548,7 +494,7 @@ def _placed(events: pd.DataFrame, python: bool, told: list[str]) -> pd.DataFrame
         "a time weeks away from the others": (events.start_ns - middle).abs() > 1000 * SPAN,
         "a duration of weeks": events.dur_us > SPAN,
         "no stream": on_device & (events.stream < 0),
-        "no thread": ~on_device & events.thread.isin((-1, _UNREADABLE)),
+        "no thread": ~on_device & (events.thread == -1),
     }
     for why, wrong in checks.items():
         _tell(told, (wanted & wrong).sum(), f"events with {why} left out")
@@ -557,17 +503,16 @@ def _placed(events: pd.DataFrame, python: bool, told: list[str]) -> pd.DataFrame
 
 
 def _join(events: pd.DataFrame, told: list[str]) -> None:
-    """Unset numbers that cannot be read; leave every correlation to one host call, or to none.
+    """Set start_us, and leave every correlation to one host call, or to none.
 
     nsys 2022.2 nests a call in another of the same correlation: the outer one keeps it.
     """
-    for field in ("device", "correlation", "bytes"):
-        n = (events[field] == _UNREADABLE).sum()
-        _tell(told, n, f"events of which {field} is no integer: read as absent")
+    events["start_us"] = (events.start_ns - events.start_ns.min()) / 1000
     events["bytes"] = events.bytes.where(events.bytes >= 0)
     events["correlation"] = events.correlation.where(events.correlation > 0, -1)
-    calls = events.query("kind == 'runtime' and correlation > 0").eval("end = start_us + dur_us")
+    calls = events[(events.kind == "runtime") & (events.correlation > 0)]
     calls = calls[calls.duplicated("correlation", keep=False)]
+    calls = calls.assign(end=calls.start_us + calls.dur_us)
     calls = calls.sort_values(["start_us", "end"], ascending=[True, False])
     thread = ["correlation", "process", "thread"]
     nested = calls.duplicated(thread) & (calls.end <= calls.groupby(thread).end.transform("first"))
@@ -579,7 +524,7 @@ def _join(events: pd.DataFrame, told: list[str]) -> None:
 
 
 def _name_tracks(events: pd.DataFrame, on_device: pd.Series, nsys: bool, told: list[str]) -> bool:
-    """Set track (where to_chrome_trace did not), stream and thread. Returns whether the file has processes.
+    """Set track (where to_chrome_trace did not), stream and thread. Returns whether there are processes.
 
     nsys says to which process device work belongs. JSON does not: with several in the file it is that of the
     host call, else the one that all other work on its stream belongs to.
@@ -588,7 +533,7 @@ def _name_tracks(events: pd.DataFrame, on_device: pd.Series, nsys: bool, told: l
     events["thread"] = events.thread.where(~on_device, -1)
     if events.track.ne("").all():
         return False
-    process = events.process.astype(object).where(~on_device | (nsys & (events.process != "None")))
+    process = events.process.where(~on_device | (nsys & (events.process != "-1")))
     several = process.nunique() > 1
     if several:
         calls = events.query("kind == 'runtime' and correlation > 0").set_index("correlation")
@@ -597,10 +542,11 @@ def _name_tracks(events: pd.DataFrame, on_device: pd.Series, nsys: bool, told: l
         process = process.fillna(owners.transform("first").where(owners.transform("nunique") == 1))
         why = "device events of which several processes may be the owner: on tracks of their own"
         _tell(told, process.isna().sum(), why)
-    process = process.fillna("") if several else pd.Series("", events.index)
+    process = process.fillna("") if several else pd.Series("", events.index, dtype=object)
     several_gpus = events.device[on_device].nunique() > 1
     gpu = events.device.where(on_device & several_gpus, -1)
-    events["track"] = [*map(_track, process, gpu, events.stream, events.thread)]
+    lanes = (process, gpu, events.stream, events.thread)
+    events["track"] = [*map(_track, *(column.tolist() for column in lanes))]
     return several
 
 
@@ -611,13 +557,13 @@ def _track(process: str, gpu: int, stream: int, thread: int) -> str:
     return (f"gpu {gpu} " if gpu >= 0 else "") + f"stream {stream}" + (f" of {process}" if process else "")
 
 
-def _gpu_names(properties: object, used: set[str]) -> str:
+def _gpu_names(properties: Any, used: set[int]) -> str:
     """Names of the GPUs that were at work. Where ids do not match, on ROCm, the one name that all have."""
     try:
-        names = {str(gpu["id"]): str(gpu["name"] or "") for gpu in properties or ()}
-    except (TypeError, LookupError):  # not as Kineto writes them
-        return ""
-    found = {name for number, name in names.items() if number in used}
+        names = {gpu["id"]: _text(gpu["name"] or "") for gpu in properties}
+    except (TypeError, LookupError):
+        return ""  # not as Kineto writes them
+    found = {names[number] for number in used.intersection(names)}
     alike = set(names.values()) if used and len(set(names.values())) == 1 else ()
     return ", ".join(sorted(found or alike))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
@@ -34,23 +35,39 @@ class Canvas:
     """A figure of 800 by `height` units, a unit a pixel, y downwards."""
 
     def __init__(self, title: str, height: int) -> None:
-        self.fig, (self.ax,) = new_figure(title, height / 100)
+        self.fig = new_figure(title, height / 100)
+        self.ax = self.fig.subplots()
         self.ax.set(xlim=(0, 800), ylim=(height, 0))
         self.ax.axis("off")
 
     def say(self, x: float, y: float, words: str, **look: object) -> None:
-        self.ax.text(x, y, words, **{"ha": "center", "va": "center", "fontsize": 8.3} | look)
+        look = {"ha": "center", "va": "center", "fontsize": 8.3} | look
+        self.ax.text(x, y, words, **look)
 
     def box(
-        self, x: float, y: float, width: float, height: float, fill: str, words: str = "", **look: object
+        self,
+        x: float,
+        y: float,
+        width: float,
+        height: float,
+        fill: str,
+        words: str = "",
+        **look: object,
     ) -> None:
-        self.ax.add_patch(Rectangle((x, y), width, height, **{"facecolor": fill, "edgecolor": SOFT} | look))
+        look = {"facecolor": fill, "edgecolor": SOFT} | look
+        self.ax.add_patch(Rectangle((x, y), width, height, **look))
         self.say(x + width / 2, y + height / 2, words)
 
     def arrow(
-        self, x: float, y: float, to_x: float, to_y: float, colour: str = SOFT, style: str = "-|>"
+        self,
+        x: float,
+        y: float,
+        to_x: float,
+        to_y: float,
+        colour: str = SOFT,
+        style: str = "-|>",
     ) -> None:
-        look = {"arrowstyle": style, "color": colour, "shrinkA": 0, "shrinkB": 0, "linewidth": 1.3}
+        look = {"arrowstyle": style, "color": colour, "shrinkA": 0, "shrinkB": 0}
         self.ax.annotate("", (to_x, to_y), (x, y), arrowprops=look)
 
 
@@ -83,23 +100,30 @@ def blocks(elements: Mapping[str, int]) -> Figure:
 
     elements: of each pair, by name.
     """
-    chunks = {name: -(-n // CHUNK) for name, n in elements.items()}
-    busy = min(sum(chunks.values()), MULTIPROCESSORS)
+    chunks = {name: math.ceil(n / CHUNK) for name, n in elements.items()}
+    blocks = sum(chunks.values())
+    busy = min(blocks, MULTIPROCESSORS)
+    pairs = "1 pair" if len(elements) == 1 else f"{len(elements)} pairs"
     height = max(26 * len(elements), 130) + 76
-    paper = Canvas(f"One launch for {len(elements)} pairs: {sum(chunks.values())} blocks", height)
-    paper.say(10, 10, "pairs, cut into chunks of 65,536 elements", ha="left", fontweight="bold")
-    paper.say(520, 10, f"{busy} of {MULTIPROCESSORS} multiprocessors work", ha="left", fontweight="bold")
-    for row, (name, n) in enumerate(elements.items()):
-        y = 30 + 26 * row
+    paper = Canvas(f"One launch for {pairs}: {blocks} blocks", height)
+    head = {"ha": "left", "fontweight": "bold"}
+    paper.say(10, 10, "pairs, cut into chunks of 65,536 elements", **head)
+    paper.say(520, 10, f"{busy} of {MULTIPROCESSORS} multiprocessors work", **head)
+    y = 30
+    for name, n in elements.items():
         paper.say(140, y + 10, plain(name, 22), ha="right")
+        x = 150
         for chunk in range(min(chunks[name], 10)):
             share = min(n / CHUNK - chunk, 1)
-            paper.box(150 + 34 * chunk, y, 3 + 28 * share, 20, FOREACH, edgecolor="white")
+            paper.box(x, y, 3 + 28 * share, 20, FOREACH, edgecolor="white")
+            x += 34
         if chunks[name] > 10:
-            paper.say(500, y + 10, "…")
+            paper.say(x + 10, y + 10, "…")
+        y += 26
     for place in range(MULTIPROCESSORS):
         row, column = divmod(place, 17)
-        paper.box(520 + 16 * column, 30 + 16 * row, 13, 13, FOREACH if place < busy else "white")
+        fill = FOREACH if place < busy else "white"
+        paper.box(520 + 16 * column, 30 + 16 * row, 13, 13, fill)
     words = "A small pair fills a sliver of its block; a large one gets a block for each 65,536 elements.\n"
     words += "A driver memcpy of the large one alone can use all of the memory's bandwidth."
     paper.say(10, height - 18, words, ha="left", color=SOFT)
@@ -130,15 +154,17 @@ def tree(parents: Sequence[int], tokens: Sequence[str], accepted: Collection[int
         drawn[level] += 1
         places[node] = (x, y)
         kept = node in accepted or node < 0
-        edge = COPY if kept else "#B4BAC6"
+        fill, edge = ("#DCEBF5", COPY) if kept else ("white", "#B4BAC6")
+        words = "last token"
         if node >= 0:
+            words = plain(tokens[node], 9)
             parent_x, parent_y = places[parents[node]]
             paper.arrow(parent_x + 34, parent_y, x - 34, y, edge)
-        words = plain(tokens[node], 9) if node >= 0 else "last token"
-        paper.box(x - 34, y - 13, 68, 26, "#DCEBF5" if kept else "white", words, edgecolor=edge)
+        paper.box(x - 34, y - 13, 68, 26, fill, words, edgecolor=edge)
     for level in range(1, len(sizes)):
         source = "draft-extend" if level == 1 else "the draft graph"
-        paper.say(60 + step * level, 14, f"level {level}\nfrom {source}", color=SOFT)
+        words = f"level {level}\nfrom {source}"
+        paper.say(60 + step * level, 14, words, color=SOFT)
     return paper.fig
 
 
@@ -152,16 +178,17 @@ def regimes() -> Figure:
     )
     for top, head in zip((0, 184), heads):
         paper.say(10, top + 12, head, ha="left", fontweight="bold")
-        for y, lane in ((top + 30, "host"), (top + 82, "stream")):
-            paper.say(70, y + 18, lane, ha="right")
-            paper.box(80, y, 700, 36, PAPER, edgecolor="none")
-        for copy in range(7):
-            paper.box(90 + 50 * copy, top + 34, 44, 28, CALL, "copy_()", edgecolor="white")
+        for y, lane in ((30, "host"), (82, "stream")):
+            paper.say(70, top + y + 18, lane, ha="right")
+            paper.box(80, top + y, 700, 36, PAPER, edgecolor="none")
         paper.box(440, top + 34, 70, 28, CALL, "replay()", edgecolor="white")
-    for copy in range(7):  # each begins after its call, and is over long before the next one
-        paper.arrow(130 + 50 * copy, 62, 130 + 50 * copy, 86)
-        paper.box(126 + 50 * copy, 86, 9, 28, COPY)
-        paper.box(536 + 12 * copy, 270, 9, 28, COPY)
+        for x in range(90, 440, 50):
+            paper.box(x, top + 34, 44, 28, CALL, "copy_()", edgecolor="white")
+    for x in range(130, 480, 50):  # each copy begins after its call, and is over long before the next one
+        paper.arrow(x, 62, x, 86)
+        paper.box(x - 4, 86, 9, 28, COPY)
+    for x in range(536, 620, 12):
+        paper.box(x, 270, 9, 28, COPY)
     paper.box(500, 86, 200, 28, GRAPH, "graph")
     paper.box(80, 270, 450, 28, PALE_GRAPH, "the graph before, still running")
     paper.box(622, 270, 158, 28, GRAPH, "graph")

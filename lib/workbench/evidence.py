@@ -24,9 +24,10 @@ def device_name(device: str = "cpu") -> str:
     cpuinfo = Path("/proc/cpuinfo")
     text = cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else ""
     model = re.search(r"model name\s*: (.*)", text)
-    name = model[1].strip() if model else platform.processor() or platform.machine()
+    name = model[1].strip() if model else platform.machine()
     threads = torch.get_num_threads()
-    return f"{name} ({threads} thread{'s' if threads > 1 else ''})"
+    plural = "s" if threads > 1 else ""
+    return f"{name} ({threads} thread{plural})"
 
 
 def choose_device(device: str = "auto") -> str:
@@ -55,5 +56,8 @@ def label(kind: str, on: str, torch_version: str | None = None, date: str | None
 
 def plain(text: object, longest: int = 160) -> str:
     """A name from outside as one line of text: no control characters, no terminal escapes, not endless."""
-    line = " ".join("".join(letter if letter.isprintable() else " " for letter in str(text)).split())
-    return line if len(line) <= longest else line[: longest - 1] + "…"
+    letters = [letter if letter.isprintable() else " " for letter in str(text)]
+    line = " ".join("".join(letters).split())
+    if len(line) > longest:
+        line = line[: longest - 1] + "…"
+    return line

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Callable
 from html import escape
 from pathlib import Path
@@ -98,7 +99,7 @@ class Lab:
         if self.live is None:  # a Jupyter server or an editor runs the kernel, which papermill is not
             self.live = not os.environ.keys().isdisjoint(("JPY_SESSION_NAME", "VSCODE_PID"))
         self.recording = recordings.choose(parameters.get("recording", "none"), self.on)
-        self.tries: dict[str, int] = {}
+        self.tries: Counter = Counter()
 
     def few(self, full: int, quick: int) -> int:
         """The second number in a quick run."""
@@ -167,7 +168,8 @@ class Lab:
         names: what the cases of the exercise in notebooks/exercises.yml use besides `f`, the answer.
         """
         if answer is ...:
-            return print(f"exercise {number}: not answered yet; replace the dots and run the cell again")
+            print(f"exercise {number}: not answered yet; replace the dots and run the cell again")
+            return
         task = yaml.safe_load(EXERCISES.read_text(encoding="utf-8"))[number]
         scope = {"f": answer, "answer": answer, "torch": torch, "raises": raises} | names
         for case, wanted in task["cases"].items():
@@ -175,14 +177,18 @@ class Lab:
                 wanted = eval(wanted[1:], dict(scope))
             try:
                 got = eval(case, dict(scope))
-                right, outcome = same(got, wanted), f"gave {plain(repr(got))}"
+                right = same(got, wanted)
+                outcome = f"gave {plain(repr(got))}"
             except Exception as error:
-                right, outcome = False, f"raised {plain(repr(error))}"
+                right = False
+                outcome = f"raised {plain(repr(error))}"
             if not right:
-                tried = self.tries[number] = self.tries.get(number, -1) + 1
-                hint = task["hints"][min(tried, len(task["hints"]) - 1)]
-                return print(f"exercise {number}: {case} {outcome}, expected {wanted!r}\nhint: {hint}")
-        return print(f"exercise {number}: right")
+                print(f"exercise {number}: {case} {outcome}, expected {wanted!r}")
+                self.tries[number] += 1
+                vague, near = task["hints"]
+                print("hint:", vague if self.tries[number] == 1 else near)
+                return
+        print(f"exercise {number}: right")
 
     def panel(self, draw: Callable[..., object], **controls: object) -> None:
         """Controls for the arguments of `draw`; where nobody can move them, one call with its defaults.
@@ -209,9 +215,10 @@ def raises(function: Callable, *arguments: object) -> str:
 
 def same(got: object, wanted: object) -> bool:
     """Whether an answer is the one wanted: sequences and tensors by value, a float within 2 %."""
-    got, wanted = (thing.tolist() if hasattr(thing, "tolist") else thing for thing in (got, wanted))
+    if hasattr(got, "tolist"):
+        got = got.tolist()
     if isinstance(wanted, list | tuple):
-        return len(got) == len(wanted) and all(same(*pair) for pair in zip(got, wanted))
+        return len(got) == len(wanted) and all(map(same, got, wanted))
     if isinstance(wanted, float):
         return math.isclose(got, wanted, rel_tol=0.02)
     return bool(got == wanted)

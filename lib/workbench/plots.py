@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import base64
 import io
+import math
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING
 
 import matplotlib.style
-import numpy as np
 import seaborn as sns
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
@@ -72,26 +73,33 @@ STRATEGY_COLOURS = {
 in_style = matplotlib.style.context(["default", Path(__file__).with_name("plots.mplstyle")])  # a decorator
 
 
-def new_figure(title: str, height: float, rows: int = 1, **grid: object) -> tuple[Figure, Sequence[Axes]]:
-    """A figure 800 px wide, of `height` inches, with its title, and its axes below each other."""
+def new_figure(title: str, height: float) -> Figure:
+    """A figure 800 px wide, of `height` inches, with its title."""
     fig = Figure(figsize=(8, height))
-    fig.suptitle(textwrap.fill(plain(title), 88), x=0.01, ha="left")
-    return fig, fig.subplots(rows, 1, squeeze=False, **grid)[:, 0]
+    fig.suptitle(wrapped(title, 88), x=0.01, ha="left")
+    return fig
+
+
+def wrapped(words: str, width: int, lines: int = 2) -> str:
+    """As plain text on a few lines of at most `width` letters."""
+    return textwrap.fill(plain(words, lines * width), width)
 
 
 @in_style
 def png(fig: Figure, evidence: str) -> bytes:
     """The finished figure with its evidence below; a long one takes more lines, not smaller letters."""
-    lines = [line for part in evidence.split("\n") for line in textwrap.wrap(plain(part, 600), 140)]
-    legend_rows = sum(-(-len(legend.legend_handles) // LEGEND_COLUMNS) for legend in fig.legends)
-    text_inches = 0.14 * len(lines) + 0.08
-    below = text_inches + 0.2 * legend_rows
-    height = fig.get_figheight() + below
+    text = "\n".join(wrapped(line, 140, 4) for line in evidence.split("\n"))
+    text_inches = 0.14 * text.count("\n") + 0.22
+    legend_inches = 0.0
+    for legend in fig.legends:
+        legend_inches += 0.2 * math.ceil(len(legend.legend_handles) / LEGEND_COLUMNS)
+    height = fig.get_figheight() + text_inches + legend_inches
+    below = (text_inches + legend_inches) / height
     fig.set_figheight(height)
-    fig.get_layout_engine().set(rect=(0, below / height, 1, 1 - below / height))
+    fig.get_layout_engine().set(rect=(0, below, 1, 1 - below))
     for legend in fig.legends:
         legend.set_bbox_to_anchor((0, text_inches / height), fig.transFigure)
-    fig.text(0.01, 0.04 / height, "\n".join(lines), fontsize=7.5, color=SOFT)
+    fig.text(0.01, 0.04 / height, text, fontsize=7.5, color=SOFT)
     file = io.BytesIO()
     fig.savefig(file, format="png")
     return file.getvalue()
@@ -108,7 +116,8 @@ def show(fig: Figure, name: str, alt: str, evidence: str) -> None:
     from IPython.display import display
 
     about = {"name": name, "alt": plain(alt, 400), "evidence": evidence, "width": 800}
-    data = {"image/png": base64.b64encode(png(fig, evidence)).decode(), "text/plain": about["alt"]}
+    image = base64.b64encode(png(fig, evidence)).decode()
+    data = {"image/png": image, "text/plain": about["alt"]}
     display(data, raw=True, metadata={"image/png": about})
 
 
@@ -119,41 +128,48 @@ def timeline(groups: Mapping[str, Lanes], title: str) -> Figure:
     groups: by name (a strategy, a regime) its lanes, from label to events: a table with `name`, `kind`,
     `start_us` and `dur_us` as of `profiles.load_trace`. A label with "modelled" is drawn hatched.
     """
-    lanes = [lane for lanes in groups.values() for lane in lanes.items()]
-    height = 0.75 + 0.42 * len(lanes) + 0.3 * len(groups)
-    ratios = [len(tables) for tables in groups.values()]
-    fig, axes = new_figure(title, height, len(groups), sharex=True, height_ratios=ratios)
-    end = max([float((table.start_us + table.dur_us).max()) for _, table in lanes if len(table)], default=1)
+    ratios = [len(lanes) for lanes in groups.values()]
+    fig = new_figure(title, 0.75 + 0.42 * sum(ratios) + 0.3 * len(groups))
+    axes = fig.subplots(len(groups), 1, squeeze=False, sharex=True, height_ratios=ratios)
+    end = 1e-3
+    for lanes in groups.values():
+        for events in lanes.values():
+            end = max([end, *(events.start_us + events.dur_us)])
     seen: dict[str, None] = {}
-    for ax, (name, tables) in zip(axes, groups.items()):
-        for row, (label, table) in enumerate(tables.items()):
-            seen |= _draw_lane(ax, -row, table, end, "////" if "modelled" in label else None)
-        _rows(ax, tables)
-        ax.set_title(plain(name, 90), fontsize=9.5, loc="left", fontweight="bold", pad=4)
+    hatched = False
+    for (ax,), (name, lanes) in zip(axes, groups.items()):
+        for row, (label, events) in enumerate(lanes.items()):
+            modelled = "modelled" in label
+            seen |= _draw_lane(ax, -row, events, end, "////" if modelled else None)
+            hatched |= modelled
+        _rows(ax, lanes)
+        ax.set_title(plain(name, 90))
         ax.spines["left"].set_visible(False)
     ax.set_xlim(0, end * 1.01)
     ax.set_xlabel("time (µs)")
-    _legend(fig, seen, any("modelled" in label for label, _ in lanes))
+    _legend(fig, seen, hatched)
     return fig
 
 
-def _draw_lane(ax: Axes, y: float, table: pd.DataFrame, end: float, hatch: str | None) -> dict[str, None]:
+def _draw_lane(ax: Axes, y: float, events: pd.DataFrame, end: float, hatch: str | None) -> dict[str, None]:
     """Draw one lane; the labels of what is in it."""
     ax.axhspan(y - 0.36, y + 0.36, color=PAPER, zorder=0)  # an idle lane is visible too
     seen = {}
-    for row in table.itertuples():
+    for row in events.itertuples():
         label = event_label(row.name, row.kind)
         seen[label] = None
         half = 0.15 if row.kind == "runtime" else 0.34  # drawn inside the operator that makes the call
         width = max(row.dur_us, end * 0.0015)
-        bar = ax.barh(y, width, 2 * half, row.start_us, color=EVENT_COLOURS[label], zorder=2.5 - half)
+        colour = EVENT_COLOURS[label]
+        bar = ax.barh(y, width, 2 * half, row.start_us, color=colour, zorder=2.5 - half)
         if width > end * 0.006:  # an edge or a hatch would hide a narrow one
             edge = SOFT if row.kind == "wait" else "white"
             bar[0].set(edgecolor=edge, linewidth=0.8, hatch=hatch)
         if row.kind in ("graph", "wait") and width > end * 0.07:
             box = {"facecolor": "white", "alpha": 0.85, "edgecolor": "none", "pad": 0.8}
-            words = "\n".join(plain(line, 24) for line in row.name.split("\n")[:2])
-            ax.bar_label(bar, [words], label_type="center", fontsize=7.5, zorder=7, bbox=box)
+            name, _, length = row.name.partition("\n")
+            words = f"{plain(name, 24)}\n{plain(length, 24)}".strip()
+            ax.bar_label(bar, [words], label_type="center", fontsize=7.5, bbox=box)
     return seen
 
 
@@ -175,7 +191,7 @@ def _legend(fig: Figure, labels: Iterable[str], hatched: bool = False) -> None:
 
 def _rows(ax: Axes, names: Iterable[str]) -> None:
     """One row a name, from the top."""
-    labels = [textwrap.fill(plain(name, 50), 26) for name in names]
+    labels = [wrapped(name, 26) for name in names]
     ax.set_yticks([-row for row in range(len(labels))], labels)
     ax.set_ylim(-len(labels) + 0.45, 0.55)
     ax.tick_params(axis="y", length=0)
@@ -188,14 +204,16 @@ def launch_counts(
     xlabel: str = "launches a step (draft and draft-extend replay)",
 ) -> Figure:
     """How many launches each strategy or engine makes, by kind, a block a launch: no time."""
-    fig, (ax,) = new_figure(title, 1.0 + 0.32 * len(launches))
+    fig = new_figure(title, 1.0 + 0.32 * len(launches))
+    ax = fig.subplots()
     order = list(KINDS)
     seen = set()
     for row, made in enumerate(launches.values()):
         kinds = sorted((launch.kind for launch in made), key=order.index)
-        colours = [KINDS[kind].colour for kind in kinds]
-        ax.barh([-row] * len(kinds), 0.88, 0.62, np.arange(len(kinds)) + 0.06, color=colours)
-        ax.text(len(made) + 0.25, -row, str(len(made)), va="center", fontweight="bold")
+        for place, kind in enumerate(kinds):
+            ax.barh(-row, 0.88, 0.62, place + 0.06, color=KINDS[kind].colour)
+        count = len(kinds)
+        ax.text(count + 0.25, -row, f"{count}", va="center", fontweight="bold")
         seen.update(kinds)
     _rows(ax, launches)
     ax.set_xlabel(xlabel)
@@ -218,12 +236,14 @@ def curves(
 
     log: both axes logarithmic, x a size in bytes. marks: what is at some places of x, a crossing say.
     """
-    fig, (ax,) = new_figure(title, 3.7)
+    fig = new_figure(title, 3.7)
+    ax = fig.subplots()
     for (name, (xs, ys)), marker in zip(lines.items(), "osD^vPX*<>"):
         colour = EVENT_COLOURS.get(name) or STRATEGY_COLOURS.get(name, INK)
         inside = colour if name in EVENT_COLOURS else "white"
         ax.plot(xs, ys, marker=marker, markersize=5, color=colour, markerfacecolor=inside)
-        ax.text(xs[-1], ys[-1], f"   {textwrap.fill(plain(name, 60), 20)}", va="center")
+        beside = {"xytext": (8, 0), "textcoords": "offset points", "va": "center"}
+        ax.annotate(wrapped(name, 20, 3), (xs[-1], ys[-1]), **beside)
     if log:
         ax.set_xscale("log", base=2)
         ax.set_yscale("log")
@@ -240,8 +260,8 @@ def _marks(ax: Axes, marks: Marks | None) -> None:
     """Thin lines across, with their words on top."""
     for place, words in (marks or {}).items():
         ax.axvline(place, color=SOFT, linewidth=1, linestyle="--", zorder=1)
-        text = textwrap.fill(plain(words, 60), 16)
-        ax.text(place, 1, text, transform=ax.get_xaxis_transform(), ha="center", va="bottom", fontsize=8)
+        top = ax.get_xaxis_transform()
+        ax.text(place, 1, wrapped(words, 16, 3), transform=top, ha="center", va="bottom", fontsize=8)
 
 
 def timings(results: Mapping[str, Timing], title: str, work: str, gpu: bool = False) -> Figure:
@@ -249,9 +269,12 @@ def timings(results: Mapping[str, Timing], title: str, work: str, gpu: bool = Fa
 
     work: what was timed, e.g. "one step's copies". gpu: the samples of the GPU's time instead of the host's.
     """
-    samples = {name: timing.gpu_us if gpu else timing.host_us for name, timing in results.items()}
-    middles = {name: Range(float(np.median(times)), *quartiles(times)) for name, times in samples.items()}
-    xlabel = f"{'GPU' if gpu else 'host'} time for {work} (µs): median and middle half of the rounds"
+    side = "GPU" if gpu else "host"
+    samples, middles = {}, {}
+    for name, timing in results.items():
+        samples[name] = timing.gpu_us if gpu else timing.host_us
+        middles[name] = Range(median(samples[name]), *quartiles(samples[name]))
+    xlabel = f"{side} time for {work} (µs): median and middle half of the rounds"
     return values(middles, title, xlabel, samples=samples)
 
 
@@ -267,7 +290,8 @@ def values(
 
     samples: what a number is the median of, drawn as dots.
     """
-    fig, (ax,) = new_figure(title, 0.95 + 0.36 * len(numbers))
+    fig = new_figure(title, 0.95 + 0.36 * len(numbers))
+    ax = fig.subplots()
     lowest = farthest = 0.0
     for row, (name, value) in enumerate(numbers.items()):
         is_range = isinstance(value, Range)
@@ -277,10 +301,13 @@ def values(
         if samples:
             dots = {"orient": "h", "native_scale": True, "size": 2.5, "color": "#A3AAB8"}
             sns.stripplot(x=samples[name], y=-row - 0.25, ax=ax, **dots)
-        ax.plot([number.low, number.high], [-row, -row], color=colour, linewidth=2.6)
-        ax.plot(number.middle, -row, "o", color=colour, markerfacecolor="white" if crosses else colour)
-        text = (str(value) if is_range else f"{value:.3g}") + ": no claim" * crosses
-        ax.annotate(text, (number.high, -row), (8, 0), textcoords="offset points", va="center")
+        ax.hlines(-row, number.low, number.high, color=colour, linewidth=2.6)
+        inside = "white" if crosses else colour
+        ax.plot(number.middle, -row, "o", color=colour, markerfacecolor=inside)
+        text = str(value) if is_range else f"{value:.3g}"
+        text += ": no claim" * crosses
+        beside = {"xytext": (8, 0), "textcoords": "offset points", "va": "center"}
+        ax.annotate(text, (number.high, -row), **beside)
         lowest = min(lowest, number.low)
         farthest = max(farthest, number.high)
     _rows(ax, numbers)

@@ -61,7 +61,8 @@ class Recording:
 
     def label(self) -> str:
         """What every figure and table of it has to say; "modelled" where a stand-in for a GPU made it."""
-        return label(self.meta["evidence"], self.meta["device"], self.meta["torch"], self.meta["date"])
+        meta = self.meta
+        return label(meta["evidence"], meta["device"], meta["torch"], meta["date"])
 
     def lanes(self, way: str) -> Lanes:
         """One step of a way's trace, as lanes for `plots.timeline`."""
@@ -78,8 +79,10 @@ class Recording:
 
     def timings(self, table: str, **values: object) -> dict[str, Timing]:
         """Samples by way, for `plots.timings`, of one case of "steps" or "replays"."""
-        rows = self.where(table, **values).itertuples()
-        return {row.way: Timing(row.way, tuple(row.host_us), tuple(row.gpu_us)) for row in rows}
+        found = {}
+        for row in self.where(table, **values).itertuples():
+            found[row.way] = Timing(row.way, tuple(row.host_us), tuple(row.gpu_us))
+        return found
 
     def launches(self, **values: object) -> dict[str, list[Launch]]:
         """Launches by way that the profiler counted in a case of "steps", for `plots.launch_counts`."""
@@ -96,7 +99,8 @@ class Recording:
         for way in ("memcpy", "foreach", "elementwise"):
             rows = self.where("crossover", n=n, dtype=dtype, way=way)
             if len(rows):
-                lines[KINDS[way].label] = rows.bytes.tolist(), rows.gpu_us.map(np.median).tolist()
+                times = rows.gpu_us.map(np.median)
+                lines[KINDS[way].label] = (rows.bytes.tolist(), times.tolist())
         return lines
 
     def dma_bytes(self) -> int | None:
@@ -107,12 +111,14 @@ class Recording:
         """
         sizes = []
         rows = self.where("crossover", n=1)
-        for _, of_dtype in rows.groupby("dtype") if len(rows) else ():
+        if rows.empty:
+            return None
+        for _, of_dtype in rows.groupby("dtype"):
             medians = of_dtype.assign(us=of_dtype.gpu_us.map(np.median))
             medians = medians.pivot_table("us", "bytes", "way").reindex(columns=["beside_group", "in_group"])
             wins = (medians.beside_group <= medians.in_group)[::-1].cummin()
             sizes.append(wins.index[wins].min())
-        return int(max(sizes)) if sizes and not np.isnan(sizes).any() else None
+        return None if np.isnan(sizes).any() else int(max(sizes))
 
 
 def load(recording: str | Path) -> Recording:
@@ -137,8 +143,11 @@ def load(recording: str | Path) -> Recording:
 
 def _rows(path: Path, evidence: str) -> pd.DataFrame:
     """The rows of a table; the last line of a run that was killed may be cut short, and is left out."""
-    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    rows = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    rows = []
+    if path.is_file():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
+            if line.endswith("\n"):
+                rows.append(json.loads(line))
     for row in rows:
         if row["evidence"] != evidence:
             raise ValueError(f"meta.json says {evidence}, {path.name} says {row['evidence']}")
@@ -162,12 +171,14 @@ def choose(recording: str, device: str) -> Recording | None:
         except ValueError as error:
             warnings.warn(str(error), stacklevel=2)
     recorded = [each for each in found if each.meta["evidence"] == "recorded"]
-    by_age = sorted(recorded, key=lambda each: (each.meta["device"] == device, each.meta["date"]))
-    return by_age[-1] if by_age else None
+    newest = sorted(recorded, key=lambda each: each.meta["date"], reverse=True)
+    same = [each for each in newest if each.meta["device"] == device]
+    return next(iter(same + newest), None)
 
 
 def describe(recording: Recording | None) -> str:
     """What a notebook prints before it shows a recording, or where it has none to show."""
     if recording is None:
         return "No recording of a GPU: `python scripts/record.py --out data/recordings` on one makes it."
-    return "\n".join([recording.label(), *(f"  not in it: {what}" for what in recording.meta["skipped"])])
+    missing = [f"  not in it: {what}" for what in recording.meta["skipped"]]
+    return "\n".join([recording.label(), *missing])

@@ -25,7 +25,18 @@ from lib.eagle import (
 )
 from lib.eagle.model import DraftModel
 from lib.kinds import KINDS, MEMCPY, Launch
-from lib.profiles import AHEAD, DEVICE_KINDS, WAITS, DeviceProfile, from_profiler, lanes, of_range, simulate
+from lib.launches import launches
+from lib.profiles import (
+    AHEAD,
+    DEVICE_KINDS,
+    WAITS,
+    DeviceProfile,
+    device_us,
+    from_profiler,
+    lanes,
+    of_range,
+    simulate,
+)
 from lib.workbench.timing import Timing, Way, quartiles
 
 Lanes = dict[str, pd.DataFrame]
@@ -112,6 +123,14 @@ class StepCopies:
         first, second = self.bursts()
         return first + second
 
+    def nodes(self) -> tuple[list[Launch], list[Launch]]:
+        """The copies inside the draft and the draft-extend graph: no launches, but work of the device."""
+        found = []
+        for runner, batch in ((self.draft, self.draft_batch), (self.draft_extend, self.draft_extend_batch)):
+            producer = runner.producers.get(runner.padded_batch_size(batch.batch_size))
+            found.append(launches(producer.inside) if producer else [])
+        return tuple(found)
+
     def fields(self) -> pd.DataFrame:
         """What is copied on the device, a row a field."""
         rows = []
@@ -193,8 +212,11 @@ def play(copies: StepCopies, profile: DeviceProfile, times: Times, regime: str) 
     if regime not in REGIMES:
         raise ValueError(f"regime: expected one of {REGIMES}, got {regime!r}")
     first, second = copies.bursts()
+    longer = dict(times)  # by the copies in a graph, each with the gap between two works of a stream
+    for graph, nodes in zip((DRAFT, EXTEND), copies.nodes()):
+        longer[graph.reason] += sum(device_us(node, profile) + profile["gap_us"] for node in nodes)
     work = [*first, DRAFT, VERIFY, ACCEPTED, *second, EXTEND]
-    return simulate(work, profile, times, ahead=regime == AHEAD)
+    return simulate(work, profile, longer, ahead=regime == AHEAD)
 
 
 def step_lanes(
