@@ -181,6 +181,18 @@ def test_a_skipped_copy_lowers_acceptance_and_never_changes_the_text():
                 assert statistics.mean(more) > 2 * error, (runner, left_out, statistics.mean(more), error)
 
 
+def test_the_last_tree_shows_what_the_step_kept():
+    worker = make_worker()
+    request = worker.submit(load_prompts()[0], NEW_TOKENS)
+    while worker.waiting or worker.running:
+        worker.step()
+        kept = worker.tree.tokens[worker.accepted].tolist()
+        gained = request.accept_lengths[-1]
+        assert len(kept) == gained
+        if not request.finished:
+            assert request.output[-gained - 1 : -1] == kept  # the root, then what was drafted
+
+
 def test_bfloat16_differs_only_where_the_choice_was_close():
     """In bfloat16 a tree of rows and a single row round differently, so near-ties may flip: not lossless."""
     for request in generate(make_worker(dtype=torch.bfloat16), 16):

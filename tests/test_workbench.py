@@ -11,6 +11,7 @@ from lib.profiles import AHEAD, WAITS, DeviceProfile
 from lib.strategies import STRATEGIES
 from lib.workbench import evidence, notebook, step
 from lib.workbench.step import OPTIONS, Range, StepCopies
+from lib.workbench.timing import Timing
 
 TINY = EagleConfig.tiny()
 V100 = DeviceProfile.load("v100")
@@ -80,6 +81,12 @@ def test_a_saving_is_smaller_where_the_host_is_ahead_and_a_regime_is_one_of_two(
     with pytest.raises(ValueError, match="regime: expected one of"):
         step.saving(built("per_copy"), built("per_copy"), V100, "sometimes")
     assert step.graph_times(EagleConfig.preset("llama3-8b"), V100)["verify"] > 10_000
+
+
+def test_what_the_host_saves_is_told_round_by_round():
+    before, after = Timing("before", (5.0, 9.0, 7.0)), Timing("after", (4.0, 4.0, 4.0))
+    assert str(step.host_saving(before, after)) == "3.0 µs (2.0 to 4.0)"
+    assert str(Range(0.25, -0.5, 1, " tokens")) == "0.25 tokens (-0.50 to 1.00)"
 
 
 def test_copies_in_a_graph_are_no_launches_but_take_time():

@@ -145,7 +145,7 @@ class EagleWorker:
 
     `spans` holds (name, start, end) of the last step's parts in seconds on the host clock: "prefill" of each
     new request, "draft copy", "draft replay", "verify", "extend copy" and "extend replay". What they leave of
-    the step is the loop itself.
+    the step is the loop itself. `tree` and `accepted` are what that step drafted, and which nodes it kept.
     """
 
     def __init__(
@@ -177,6 +177,8 @@ class EagleWorker:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.spans = []
+        self.tree: Tree | None = None
+        self.accepted: Tensor | None = None
 
     def submit(self, prompt: Sequence[int], max_new_tokens: int, stop_token: int | None = None) -> Request:
         """Queue a request; the next `step` with room takes it up.
@@ -287,10 +289,10 @@ class EagleWorker:
         batch = self._draft_batch(step_slots[:, : topk * num_steps])
         out = self._replay("draft", self.draft, batch)
         root = self._tensor([request.output[-1] for request in self.running])
-        tree = build_tree(root, out, topk, num_steps)
-        predictions, features = self._verify(batch, tree, node_slots)
-        accepted = accept_greedy(tree, predictions)
-        return self._extend(batch, accepted, predictions, features, node_slots)
+        self.tree = build_tree(root, out, topk, num_steps)
+        predictions, features = self._verify(batch, self.tree, node_slots)
+        self.accepted = accept_greedy(self.tree, predictions)
+        return self._extend(batch, self.accepted, predictions, features, node_slots)
 
     def _draft_batch(self, slots: Tensor) -> DraftBatch:
         """The running requests, the keys and values of their branches in slots (bs, k * s)."""

@@ -312,9 +312,8 @@ def values(
         farthest = max(farthest, number.high)
     _rows(ax, numbers)
     ax.axvline(0, color=SOFT, linewidth=1)
-    ax.set_xlim(
-        lowest * 1.1, farthest * 1.35
-    )  # far outliers of a busy machine would squeeze what is compared
+    # Far outliers of a busy machine would squeeze what is compared.
+    ax.set_xlim(lowest * 1.1, farthest * 1.35)
     ax.set_xlabel(xlabel)
     _marks(ax, marks)
     return fig

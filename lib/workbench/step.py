@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from dataclasses import dataclass
+from statistics import median
 
 import pandas as pd
 import torch
@@ -35,7 +36,7 @@ from lib.profiles import (
     of_range,
     simulate,
 )
-from lib.workbench.timing import Way
+from lib.workbench.timing import Timing, Way, quartiles
 
 Lanes = dict[str, pd.DataFrame]
 Times = dict[str, float]  # of GRAPHS, in us on the device
@@ -53,11 +54,12 @@ OPTIONS: dict[str, dict[str, bool]] = {  # ways that ask something of whoever ma
 
 @dataclass(frozen=True)
 class Range:
-    """A modelled time in us, and between what it lies for all that the profile only assumes."""
+    """A number, by default a time in us, and between what it lies: by all that a profile assumes, say."""
 
     middle: float
     low: float
     high: float
+    unit: str = " µs"
 
     @property
     def clear(self) -> bool:
@@ -65,8 +67,9 @@ class Range:
         return self.low > 0 or self.high < 0
 
     def __str__(self) -> str:
-        digits = 0 if abs(self.middle) >= 10 else 1
-        return f"{self.middle:.{digits}f} µs ({self.low:.{digits}f} to {self.high:.{digits}f})"
+        size = abs(self.middle)
+        digits = 0 if size >= 10 else 1 if size >= 1 else 2
+        return f"{self.middle:.{digits}f}{self.unit} ({self.low:.{digits}f} to {self.high:.{digits}f})"
 
 
 @dataclass(frozen=True)
@@ -270,6 +273,12 @@ def step_us(copies: StepCopies, profile: DeviceProfile, times: Times, regime: st
 def copy_share(copies: StepCopies, profile: DeviceProfile, times: Times, regime: str) -> float:
     """Modelled share of a step in which no graph runs."""
     return 1 - sum(times.values()) / step_us(copies, profile, times, regime)
+
+
+def host_saving(before: Timing, after: Timing) -> Range:
+    """What the host saves in one call: median over the rounds, and their middle half."""
+    saved = [old - new for old, new in zip(before.host_us, after.host_us, strict=True)]
+    return Range(median(saved), *quartiles(saved))
 
 
 def saving(before: StepCopies, after: StepCopies, profile: DeviceProfile, regime: str) -> Range:
