@@ -61,10 +61,16 @@ def launches(calls: Iterable[Call]) -> list[Launch]:
         elif op == "foreach":
             made += foreach_launches(dsts, srcs)
         elif op in ONE_KERNEL:
-            nbytes = sum(dst.nbytes for dst in dsts)
-            launch = Launch(ONE_KERNEL[op], len(dsts), nbytes, "one kernel for the call")
-            made += [launch] if nbytes else []
+            made += kernel_launches(ONE_KERNEL[op], dsts)
     return made
+
+
+def kernel_launches(kind: str, dsts: Tensors) -> list[Launch]:
+    """A fill or a fused call: one kernel, none for zero elements."""
+    nbytes = sum(dst.nbytes for dst in dsts)
+    if nbytes == 0:
+        return []
+    return [Launch(kind, len(dsts), nbytes, "one kernel for the call")]
 
 
 def copy_launches(dst: Tensor, src: Tensor) -> list[Launch]:

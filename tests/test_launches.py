@@ -156,7 +156,7 @@ def test_explain_names_kind_reason_and_remedy():
         "hidden_states": (torch.zeros_like(large), large, "memcpy", "both contiguous", "large"),
         "lens": (torch.zeros(8).int(), i64, "elementwise", "converts torch.int64", "write torch.int32"),
         "both": (torch.zeros(8), negative, "elementwise", "converts .*; .*negative", "float32; .*resolve"),
-        "nothing": (i64[:0], i64[:0].clone(), "none", "no elements", "leave it out"),
+        "nothing": (i64[:0], i64[:0].clone(), "none", "no elements", "nothing to gain by grouping"),
         "prompt": (i64.to("meta"), i64, "htod", "pageable", "PackedInputs"),
     }
     dsts, srcs, expected, reasons, remedies = zip(*cases.values())
