@@ -177,7 +177,8 @@ def chunked_launches(dsts: Tensors, limits: ForeachLimits) -> list[Launch]:
                 chunks = elements = 0
     if chunks:
         made.append((tensors, elements * dtype.itemsize))
-    return [Launch("foreach", *sizes, f"one kernel for all pairs to {dtype}") for sizes in made]
+    reason = f"one kernel for all pairs to {dtype}"
+    return [Launch("foreach", *sizes, reason) for sizes in made]
 
 
 def obstacles(dst: Tensor, src: Tensor) -> dict[str, str]:
@@ -220,7 +221,8 @@ def explain(calls: Iterable[Call], names: Sequence[str] | None = None) -> list[E
     names: one a pair, in the order of the calls.
     """
     calls = list(calls)
-    single = Counter(group_of(call.dsts[0], call.srcs[0]) for call in calls if call.op == "copy_")
+    copies = [call for call in calls if call.op == "copy_"]
+    single = Counter(group_of(call.dsts[0], call.srcs[0]) for call in copies)
     rows = []
     for call in calls:
         made = launches([call])
