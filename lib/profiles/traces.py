@@ -25,9 +25,10 @@ import sqlite3
 import tempfile
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from decimal import Decimal
 from functools import lru_cache
+from itertools import count, repeat
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -420,11 +421,14 @@ def _text(value: object) -> str:
     return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
 
 
-def _nanoseconds(time: Decimal) -> int:
+def _nanoseconds(times: Sequence[Decimal]) -> list[int]:
+    """Times in us as exact ns; UNREADABLE for one that is not finite, or beyond LATEST."""
+    with contextlib.suppress(ArithmeticError):  # comparing a NaN
+        if min(times) > -LATEST and max(times) < LATEST:
+            return [int(time * 1000) for time in times]
     # the size comes first: int() of 1e999990 would not end
-    if time.is_finite() and time.copy_abs() < LATEST:
-        return int(time * 1000)
-    return UNREADABLE
+    fits = [time.is_finite() and time.copy_abs() < LATEST for time in times]
+    return [int(time * 1000) if fit else UNREADABLE for time, fit in zip(times, fits)]
 
 
 def _label(category: str, name: str, track: str, inputs: str) -> tuple[str | None, ...]:
@@ -450,18 +454,16 @@ def _table(
     path: Path, blocks: Iterable[list], document: _Document, python: bool, nsys: bool = False
 ) -> pd.DataFrame:
     """The table of a file's events. What cannot be placed is left out, and said so."""
-    frames, labels = [], {}
+    frames = []
+    labels = defaultdict(count().__next__)  # every text once: its events hold its number
     for category, name, start, duration, process, thread, track, inputs, *numbers in filter(any, blocks):
         frame = pd.DataFrame(dict(zip(ARGS[2:], numbers)), dtype="int64")
-        frame["start_ns"] = [*map(_nanoseconds, start)]
+        frame["start_ns"] = _nanoseconds(start)
         frame["dur_us"] = np.array(duration, float)
         frame["process"] = pd.Series(map(_text, process), dtype=object)
         threads = pd.to_numeric(pd.Series(thread), errors="coerce")
         frame["thread"] = threads.fillna(-1).astype("int64")
-        # every text once: its events hold its number
-        frame["label"] = [
-            labels.setdefault(texts, len(labels)) for texts in zip(category, name, track, inputs)
-        ]
+        frame["label"] = [labels[texts] for texts in zip(category, name, track, inputs)]
         frames.append(frame)
     if not frames:
         raise ValueError("holds no complete event (ph X)")
@@ -557,10 +559,10 @@ def _name_tracks(events: pd.DataFrame, on_device: pd.Series, nsys: bool, told: l
         process = process.fillna(owners.transform("first").where(alone))
         why = "device events of which several processes may be the owner: on tracks of their own"
         _tell(told, process.isna().sum(), why)
-    process = process.fillna("").where(pd.Series(several, events.index), "")
     several_gpus = events.device[on_device].nunique() > 1
     gpu = events.device.where(on_device & several_gpus, -1)
-    lanes = zip(process, gpu, events.stream, events.thread)
+    owners = process.fillna("") if several else repeat("")
+    lanes = zip(owners, gpu.tolist(), events.stream.tolist(), events.thread.tolist())
     events["track"] = [_track(*lane) for lane in lanes]
     return several
 
