@@ -19,6 +19,7 @@ from lib import CopyPlan, ReplayCopies, StaticInput, copies, grouped, grouped_fo
 from lib.copies import DEFAULT_DMA_BYTES
 from lib.launches import launches
 from tests.tensors import (
+    NEGATABLE,
     Pairs,
     assert_copies_or_refuses,
     laid_out,
@@ -65,7 +66,9 @@ def test_one_plan_serves_any_sources_of_its_shapes(case: Pairs, seed: int):
     plan, memory = CopyPlan(dsts, dtypes(srcs)), storages(dsts)
     plain = [random_values(s.shape, s.dtype, seed + i) for i, s in enumerate(srcs)]
     other = [random_values(s.shape, torch.int16, seed + i) for i, s in enumerate(srcs)]
-    for sources in (srcs, plain, other, plain):
+    may_be_negative = [{d.dtype, s.dtype} <= set(NEGATABLE) for d, s in zip(dsts, srcs)]
+    lazy = [torch._neg_view(s) if negative else s for s, negative in zip(plain, may_be_negative)]
+    for sources in (srcs, plain, other, lazy, plain):
         saved, missed = snapshot(memory), plan.misses
         for dst, src in zip(dsts, sources):
             dst.copy_(src)

@@ -278,6 +278,8 @@ def test_a_batch_written_in_place_needs_no_copy(table: str):
             buffer.copy_(getattr(batch, name))
         assert runner.calls(inside) == [] and same(runner.replay(inside), expected)
         assert_rows(runner, batch)
+    runner.copy_inputs(other)
+    assert runner.calls(inside) != []  # it is gone
 
 
 @pytest.mark.parametrize("name", ["one_allocation", "copy_in_graph"])

@@ -132,6 +132,12 @@ def test_one_odd_pair_sends_the_whole_call_down_the_slow_path(dsts, srcs, why: s
     assert all(re.search(f"slow path: pair 1: .*{why}", launch.reason) for launch in made)
 
 
+def test_tensors_without_elements_keep_a_call_fused():
+    dsts, srcs = [F32, torch.zeros(4, 0)], [F32 + 1, torch.zeros(4, 0)]
+    (launch,) = launches([Call("foreach", dsts, srcs)])
+    assert (launch.kind, launch.n_copies) == ("foreach", 1)
+
+
 def test_calls_that_pytorch_refuses():
     with pytest.raises(RuntimeError, match="got 0 and 0"):
         launches([Call("foreach", [], [])])
