@@ -409,7 +409,7 @@ def test_every_strategy_can_be_played(strategy):
 
 
 def test_what_if_by_hand():
-    """12 small copies every 8 us: 72 us of operators become 3 calls of 8 us and 4 tensors, 2 us between them."""
+    """12 small copies every 8 us: 72 us of operators become 3 calls of 8 us and 4 tensors."""
     profile = replace(profile_of(), error={"host-bound": 0.0})
     bursts = find_copy_bursts(simulate(memcpys(12), profile))
     table = what_if_grouped(bursts, profile)
@@ -466,7 +466,7 @@ def copies_of(n, dur, period, first, start=1000.0, kernel=""):
 
 
 def test_what_if_saves_at_most_the_idle_time_and_the_floors_that_go(tmp_path):
-    """100 copy kernels of 50 us every 60 us, of unknown size; and copies of which one lasts 3.4 s, says the trace."""
+    """100 copy kernels of 50 us every 60 us, of unknown size; and copies of which one lasts 3.4 s."""
     busy = table_of(tmp_path, small_and(copies_of(100, 50.0, 60.0, 1, kernel=COPY_KERNEL)))
     broken = copies_of(8, 1.5, 30, 9000, 300_000.0)
     broken[11]["dur"] = 3_400_000.0
