@@ -188,7 +188,7 @@ def load_trace(path: str | os.PathLike, python: bool = False) -> pd.DataFrame:
     time weeks away from the others, a category not in CATEGORIES) is left out, and `attrs["left_out"]` says
     how many.
 
-    JSON takes about 2.5 times the memory of its text. A gzip file may hold 2 GiB of it, an invalid one (NaN,
+    JSON takes about three times the memory of its text. A gzip file may hold 2 GiB of it, an invalid one (NaN,
     a lone surrogate), which Python's own json then reads, 256 MiB.
 
     Args:
@@ -471,7 +471,7 @@ def _table(
     texts = pd.DataFrame([_label(*label) for label in labels], columns=columns, dtype="category")
     told = []
     if isinstance(document.left_out, list):
-        told += map(_text, document.left_out)
+        told += [_text(str(sentence)) for sentence in document.left_out]
     events = pd.concat(frames, ignore_index=True).join(texts, on="label")
     events = _placed(events, python, told)
     if events.empty:
