@@ -1,6 +1,6 @@
-"""How fast, and in how much memory, a Kineto trace becomes a table: lib.traces beside HolisticTraceAnalysis.
+"""How fast, and in how much memory, a Kineto trace becomes a table: lib.profiles beside HolisticTraceAnalysis.
 
-    python benchmarks/trace_loading.py ../shared/traces/v100_ddp_training.pt.trace.json.gz
+    python benchmarks/trace_loading.py data/traces/v100_ddp_training.pt.trace.json.gz
     python benchmarks/trace_loading.py TRACE --gigabytes 1    # memory, on plain JSON of that size, from TRACE
 
 HolisticTraceAnalysis comes from PyPI into a folder that is removed afterwards. Every sample is a process of
@@ -22,7 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 READERS = {
-    "lib.traces.load_trace": "from lib.traces import load_trace as read",
+    "lib.profiles.load_trace": "from lib.profiles import load_trace as read",
     "HolisticTraceAnalysis": """
 import logging; logging.disable()
 from hta.common.trace_parser import parse_trace_dataframe
@@ -86,7 +86,7 @@ def main() -> None:
         if options.gigabytes:
             large = Path(folder) / "large.json"
             size = enlarge(options.trace, options.gigabytes, large) / 2**20
-            result = sample("lib.traces.load_trace", large, None, calls=1)
+            result = sample("lib.profiles.load_trace", large, None, calls=1)
             growth = result["growth_mib"]
             print(f"{size:.0f} MiB of JSON: {result['first_s']:.1f} s, peak memory +{growth:.0f} MiB, "
                   f"{growth / size:.2f} times the file")  # fmt: skip

@@ -25,15 +25,15 @@ def check_pairs(dsts: Tensors, srcs: Tensors, names: Sequence[str] | None = None
     autograd or inference mode forbids to write, that overlaps itself, or that shares bytes with a tensor of
     another pair or in part with its own source. Sources may share memory, and the same pair may stand twice.
 
-    Memory is compared by ranges of bytes, first to last; of a matrix with up to 64 rows, which may lie within
-    the rows of a wider one, row by row. So columns of one matrix that interleave are refused, although no byte
-    is shared.
+    Memory is compared by ranges of bytes, first to last, of a matrix with gaps and up to 64 rows row by row.
+    So columns of one matrix that interleave are refused, although no byte is shared.
     """
+    count = len(dsts)
     if names is None:
-        names = [f"pair {i}" for i in range(len(dsts))]
-    if not len(dsts) == len(srcs) == len(names):
-        counts = f"{len(dsts)} destinations, {len(srcs)} sources, {len(names)} names"
-        raise ValueError(f"expected one source and one name a destination, got {counts}")
+        names = [f"pair {i}" for i in range(count)]
+    if len(srcs) != count or len(names) != count:
+        got = f"{count} destinations, {len(srcs)} sources, {len(names)} names"
+        raise ValueError(f"expected one source and one name a destination, got {got}")
     for name, dst, src in zip(names, dsts, srcs):
         fault = fault_of(dst, src)
         if fault is not None:
@@ -62,7 +62,7 @@ def fault_of(dst: Tensor, src: Tensor) -> str | None:
         return "expected a destination without grad; copy under no_grad()"
     if dst.is_inference() and not torch.is_inference_mode_enabled():
         return "expected no inference tensor as destination; copy under inference_mode()"
-    if may_overlap_itself(dst):
+    if not dst.is_contiguous() and may_overlap_itself(dst):
         return f"expected a destination that does not overlap itself, got strides {dst.stride()}"
     return None
 
@@ -94,17 +94,22 @@ def check_overlaps(dsts: Tensors, srcs: Tensors, names: Sequence[str]) -> None:
     ranges = []
     listed = set()
     for name, dst, src in zip(names, dsts, srcs):
-        pair = elements(dst), elements(src)
-        if pair in listed:
+        written = elements(dst)
+        read = elements(src)
+        if (written, read) in listed:
             continue
-        listed.add(pair)
-        ranges += [(*row, True, name) for row in byte_ranges(dst)]  # twice, and refused, where sources differ
-        if elements(dst) != elements(src):
-            ranges += [(*row, False, name) for row in byte_ranges(src)]
+        listed.add((written, read))
+        for row in byte_ranges(dst):
+            ranges.append((*row, True, name))
+        if read == written:
+            continue
+        for row in byte_ranges(src):
+            ranges.append((*row, False, name))
     reached = written = ("", 0, "")  # where the last range so far ends, of any tensor and of a destination
     for space, first, end, is_dst, name in sorted(ranges):
         other_space, other_end, other = reached if is_dst else written
-        if space == other_space and first < other_end:
+        inside = space == other_space and first < other_end
+        if inside:
             side = "destination" if is_dst else "source"
             whose = "its own pair, in part" if other == name else other
             raise ValueError(f"{name}: {side} shares memory with {whose}")
@@ -133,18 +138,21 @@ def byte_ranges(tensor: Tensor) -> list[tuple[str, int, int]]:
     """
     if tensor.numel() == 0 or not (tensor.is_meta or tensor.data_ptr()):
         return []
-    if has_few_rows(tensor):
-        return [one for row in tensor.detach().unbind() for one in byte_ranges(row)]
     space = f"meta {tensor.untyped_storage()._cdata}" if tensor.is_meta else str(tensor.device)
+    first = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return [(space, first, first + tensor.nbytes)]
+    if has_few_rows(tensor):
+        rows = tensor.detach().unbind()
+        return [one for row in rows for one in byte_ranges(row)]
     last = 0
     for size, stride in zip(tensor.shape, tensor.stride()):
         last += (size - 1) * stride
-    first = tensor.data_ptr()
     return [(space, first, first + (last + 1) * tensor.element_size())]
 
 
 def has_few_rows(tensor: Tensor) -> bool:
     """Whether this is a matrix of up to 64 rows, one after the other with gaps: a slice of a wider one."""
-    if tensor.dim() != 2 or tensor.is_contiguous() or len(tensor) > MAX_ROWS:
+    if tensor.dim() != 2 or len(tensor) > MAX_ROWS:
         return False
     return tensor.stride(0) >= tensor.shape[1] * tensor.stride(1)

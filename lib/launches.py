@@ -41,9 +41,11 @@ LARGE_ARGUMENTS = ForeachLimits(tensors=448, chunks=2_240)  # 32 KB, pytorch pul
 
 def foreach_limits() -> ForeachLimits:
     """The installed build's: 32 KB of arguments for CUDA 13 from torch 2.12 on (inferred from the date)."""
-    release = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    cuda = int((torch.version.cuda or "0").split(".")[0])
-    return LARGE_ARGUMENTS if cuda >= 13 and release >= (2, 12) else SMALL_ARGUMENTS
+    major, minor, *_ = torch.__version__.split(".")
+    cuda, *_ = (torch.version.cuda or "0").split(".")
+    if int(cuda) >= 13 and (int(major), int(minor)) >= (2, 12):
+        return LARGE_ARGUMENTS
+    return SMALL_ARGUMENTS
 
 
 def launches(calls: Iterable[Call]) -> list[Launch]:
@@ -58,10 +60,17 @@ def launches(calls: Iterable[Call]) -> list[Launch]:
             made += copy_launches(dsts[0], srcs[0])
         elif op == "foreach":
             made += foreach_launches(dsts, srcs)
-        elif op in ONE_KERNEL and any(dst.numel() for dst in dsts):
-            nbytes = sum(dst.nbytes for dst in dsts)
-            made.append(Launch(ONE_KERNEL[op], len(dsts), nbytes, "one kernel for the call"))
+        elif op in ONE_KERNEL:
+            made += kernel_launches(ONE_KERNEL[op], dsts)
     return made
+
+
+def kernel_launches(kind: str, dsts: Tensors) -> list[Launch]:
+    """A fill or a fused call: one kernel, none for zero elements."""
+    nbytes = sum(dst.nbytes for dst in dsts)
+    if nbytes == 0:
+        return []
+    return [Launch(kind, len(dsts), nbytes, "one kernel for the call")]
 
 
 def copy_launches(dst: Tensor, src: Tensor) -> list[Launch]:
@@ -76,10 +85,12 @@ def copy_launches(dst: Tensor, src: Tensor) -> list[Launch]:
         return between_devices(dst, src)
     found = obstacles(dst, src)
     if found:
-        return [Launch("elementwise", 1, dst.nbytes, "; ".join(found))]
+        reason = "; ".join(found)
+        return [Launch("elementwise", 1, dst.nbytes, reason)]
     if place(dst) == place(src):
         return []
-    return [Launch("memcpy", 1, dst.nbytes, "same dtype, both contiguous")]
+    reason = "same dtype, both contiguous"
+    return [Launch("memcpy", 1, dst.nbytes, reason)]
 
 
 def between_devices(dst: Tensor, src: Tensor) -> list[Launch]:
@@ -94,10 +105,12 @@ def between_devices(dst: Tensor, src: Tensor) -> list[Launch]:
         on_device = dst
     else:
         kind = "dtoh" if dst.device.type == "cpu" else "memcpy"
-        made.append(Launch(kind, 1, dst.nbytes, f"from {src.device} to {dst.device}"))
+        reason = f"from {src.device} to {dst.device}"
+        made.append(Launch(kind, 1, dst.nbytes, reason))
         on_device = src
     if not on_device.is_contiguous():
-        made.append(Launch("elementwise", 1, on_device.nbytes, "between strided and contiguous"))
+        reason = "between strided and contiguous"
+        made.append(Launch("elementwise", 1, on_device.nbytes, reason))
     return made if on_device is dst else made[::-1]
 
 
@@ -120,9 +133,10 @@ def slow_because(dsts: Tensors, srcs: Tensors) -> str | None:
     device = dsts[0].device
     for i, (dst, src) in enumerate(zip(dsts, srcs)):
         dtypes = f"{src.dtype} to {dst.dtype}"
+        same_device = src.is_meta or src.device == dst.device
         if dtypes != first:
             return f"pair {i}: {dtypes}, the first {first}"
-        if dst.device != device or not (src.is_meta or src.device == device):
+        if dst.device != device or not same_device:
             return f"pair {i}: from {src.device} to {dst.device}, the first is on {device}"
         if dst.shape != src.shape:
             return f"pair {i}: shapes {tuple(dst.shape)}, {tuple(src.shape)}"
@@ -163,7 +177,8 @@ def chunked_launches(dsts: Tensors, limits: ForeachLimits) -> list[Launch]:
                 chunks = elements = 0
     if chunks:
         made.append((tensors, elements * dtype.itemsize))
-    return [Launch("foreach", *sizes, f"one kernel for all pairs to {dtype}") for sizes in made]
+    reason = f"one kernel for all pairs to {dtype}"
+    return [Launch("foreach", *sizes, reason) for sizes in made]
 
 
 def obstacles(dst: Tensor, src: Tensor) -> dict[str, str]:
@@ -206,7 +221,8 @@ def explain(calls: Iterable[Call], names: Sequence[str] | None = None) -> list[E
     names: one a pair, in the order of the calls.
     """
     calls = list(calls)
-    single = Counter(group_of(call.dsts[0], call.srcs[0]) for call in calls if call.op == "copy_")
+    copies = [call for call in calls if call.op == "copy_"]
+    single = Counter(group_of(call.dsts[0], call.srcs[0]) for call in copies)
     rows = []
     for call in calls:
         made = launches([call])
@@ -215,35 +231,49 @@ def explain(calls: Iterable[Call], names: Sequence[str] | None = None) -> list[E
         for dst, src in zip_longest(call.dsts, call.srcs):
             launch = Launch("none", 0, 0, "no elements, onto itself, or in host memory")
             if made and dst.numel() > 0:
-                launch = made[min(bisect(ends, served), len(made) - 1)]
+                number = bisect(ends, served)
+                launch = made[min(number, len(made) - 1)]
                 served += 1
-            name = names[len(rows)] if names else f"pair {len(rows)}"
-            pair = [f"{tuple(t.shape)} {str(t.dtype)[6:]}" for t in (dst, dst if src is None else src)]
-            route = launch.kind, launch.n_copies, launch.reason
-            better = advice(launch, dst, src, single)
-            rows.append(Explanation(name, *pair, dst.nbytes, *route, better))
+            row = Explanation(
+                name=names[len(rows)] if names else f"pair {len(rows)}",
+                dst=described(dst),
+                src=described(dst if src is None else src),
+                bytes=dst.nbytes,
+                kind=launch.kind,
+                shares=launch.n_copies,
+                reason=launch.reason,
+                better=advice(launch, dst, src, single),
+            )
+            rows.append(row)
     return rows
+
+
+def described(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} {str(tensor.dtype)[6:]}"
 
 
 def group_of(dst: Tensor, src: Tensor) -> tuple | None:
     """What pairs of one foreach call have in common; None for a pair that cannot, or need not, join one."""
     large = dst.nbytes >= DEFAULT_DMA_BYTES and dst.dtype == src.dtype
-    return None if large or not can_fuse(dst, src) else (dst.device, dst.dtype, src.dtype)
+    if large or not can_fuse(dst, src):
+        return None
+    return dst.device, dst.dtype, src.dtype
 
 
 def advice(launch: Launch, dst: Tensor, src: Tensor | None, single: Counter) -> str:
     if launch.kind == "htod":
         return "PackedInputs: one upload for all fields of the host"
     if launch.kind in ("none", "dtoh"):
-        return "leave it out"
+        return "nothing to gain by grouping"
     if launch.kind == "fill":
         return "let the padding ride along in a group"
     if launch.kind in ("foreach", "fused"):
         return "one fused kernel for all dtypes; none where the producer writes in place"
     if launch.reason.startswith("slow path"):
         return "group by dtype pair and layout"
-    others = single[group_of(dst, src)] - 1 if group_of(dst, src) else 0
-    if others > 0:
+    group = group_of(dst, src)
+    others = single[group] - 1
+    if group is not None and others > 0:
         return f"one foreach call with {others} others"
-    remedies = obstacles(dst, src).values()
-    return "; ".join(remedies) or "large or alone: only not copying, or one kernel for all dtypes"
+    remedies = "; ".join(obstacles(dst, src).values())
+    return remedies or "large or alone: only not copying, or one kernel for all dtypes"

@@ -34,13 +34,20 @@ class Step:
     pads: list[Pair] = field(default_factory=list)
 
     @classmethod
-    def of(cls, dsts: Sequence[Tensor], srcs: Sequence[Tensor], names: Sequence[str] | None = None) -> Step:
+    def of(
+        cls,
+        dsts: Sequence[Tensor],
+        srcs: Sequence[Tensor],
+        names: Sequence[str] | None = None,
+    ) -> Step:
         """A step without padding; a pair from `DEFAULT_DMA_BYTES` on is large. Raises as `check_pairs`."""
         check_pairs(dsts, srcs, names)
         step = cls()
         for i, pair in enumerate(zip(dsts, srcs)):
-            fields = step.large if dsts[i].nbytes >= DEFAULT_DMA_BYTES else step.small
-            fields[names[i] if names else f"pair {i}"] = pair
+            name = names[i] if names else f"pair {i}"
+            large = dsts[i].nbytes >= DEFAULT_DMA_BYTES
+            fields = step.large if large else step.small
+            fields[name] = pair
         return step
 
     @property
@@ -82,7 +89,8 @@ def uint8_view(step: Step) -> list[Call]:
             srcs.append(src.view(torch.uint8))
         except RuntimeError as error:
             raise RuntimeError(f"{name}: {error}") from error
-    return around([Call("foreach", dsts, srcs)] if dsts else [], step)
+    together = [Call("foreach", dsts, srcs)]
+    return around(together if dsts else [], step)
 
 
 def grouped_foreach(step: Step) -> list[Call]:
@@ -98,10 +106,11 @@ def grouped_foreach_dma(step: Step, dma_bytes: int = DEFAULT_DMA_BYTES) -> list[
 def small_copy(step: Step) -> list[Call]:
     """SGLang since 0.5.21: one Triton kernel for all small fields where it takes them, else groups."""
     pairs = list(step.small.values())
-    if takes_small_copy(pairs):
-        filled = [(dst, src) for dst, src in pairs if dst.numel() > 0]
-        return around([fused_call(filled)] if filled else [], step)
-    return around(grouped(pairs), step)
+    if not takes_small_copy(pairs):
+        return around(grouped(pairs), step)
+    filled = [pair for pair in pairs if pair[0].numel() > 0]
+    small = [fused_call(filled)] if filled else []
+    return around(small, step)
 
 
 def copy_plan(step: Step) -> list[Call]:
@@ -124,8 +133,11 @@ def fused_pairs(pairs: Iterable[Pair]) -> list[Call]:
             taken.append((dst, src))
         elif dst.numel() > 0:
             left.append((dst, src))
-    starts = range(0, len(taken), MAX_PAIRS)
-    return [fused_call(taken[i : i + MAX_PAIRS]) for i in starts] + copies(left)
+    calls = []
+    for start in range(0, len(taken), MAX_PAIRS):
+        chunk = taken[start : start + MAX_PAIRS]
+        calls.append(fused_call(chunk))
+    return calls + copies(left)
 
 
 def fused_call(pairs: Sequence[Pair]) -> Call:
@@ -142,7 +154,9 @@ SMALL_COPY_ELEMENTS = 8192
 def takes_small_copy(pairs: Sequence[Pair]) -> bool:
     """Whether SGLang's kernel takes these pairs, all or none. Overlap is left to `check_pairs`."""
     devices = {tensor.device for pair in pairs for tensor in pair}
-    return len(pairs) > 1 and len(devices) == 1 and all(takes_small_pair(*pair) for pair in pairs)
+    if len(pairs) < 2 or len(devices) > 1:
+        return False
+    return all(takes_small_pair(*pair) for pair in pairs)
 
 
 def takes_small_pair(dst: Tensor, src: Tensor) -> bool:
@@ -156,14 +170,19 @@ def takes_small_pair(dst: Tensor, src: Tensor) -> bool:
         return False
     if dst.numel() > SMALL_COPY_ELEMENTS:
         return False
-    if any(tensor.is_neg() or tensor.requires_grad for tensor in (dst, src)):
+    if dst.is_neg() or src.is_neg():
+        return False
+    if dst.requires_grad or src.requires_grad:
         return False
     *outer, inner = dst.stride()
-    width = max(dst.shape[-1], 1)
-    return inner > 0 and all(stride >= width * inner for stride in outer)
+    row = max(dst.shape[-1], 1) * inner
+    return inner > 0 and all(stride >= row for stride in outer)
 
 
-ROUTES: dict[str, Callable] = {"copy_plan": grouped_dma, "fused": fused_pairs}
+ROUTES: dict[str, Callable] = {
+    "copy_plan": grouped_dma,
+    "fused": fused_pairs,
+}
 
 STRATEGIES: dict[str, Callable[[Step], list[Call]]] = {
     "per_copy": per_copy,

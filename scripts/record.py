@@ -1,9 +1,9 @@
 """Measure on one GPU what the notebooks say about GPUs: `python scripts/record.py --out data/recordings`.
 
-Needs torch, numpy, pandas and msgspec. Makes DIR/<device>-<date>/ for `lib.workbench.recordings`; writes as it
-goes: whatever ends a run, the lines written so far are valid. Exit status: 0; 1 where the profiler counted
-other launches than lib/launches.py predicts, outputs are not per_copy's, or something failed, each printed;
-2 without a CUDA or ROCm device; 130 after Ctrl-C.
+Needs torch, numpy, pandas and msgspec. Makes DIR/<device>-<date>/ for `lib.workbench.recordings`, and writes
+as it goes: whatever ends a run, the lines written so far are valid. Exit status: 0; 1 where the profiler
+counted other launches than lib/launches.py predicts, outputs are not per_copy's, or something failed, each
+printed; 2 without a CUDA or ROCm device; 130 after Ctrl-C.
 """
 
 from __future__ import annotations

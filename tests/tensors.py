@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from hypothesis import HealthCheck, settings
@@ -164,83 +163,76 @@ def element_addresses(t: Tensor) -> list[int]:
     return [t.data_ptr() + offset * t.element_size() for offset in offsets]
 
 
-class View(NamedTuple):
-    """A tensor as the addresses of its elements; equal for the same elements, seen alike."""
-
-    addresses: tuple[int, ...]
-    dtype: torch.dtype
-    lazy: tuple[bool, bool]
-
-    @classmethod
-    def of(cls, t: Tensor) -> View:
-        return cls(tuple(element_addresses(t)), t.dtype, (t.is_conj(), t.is_neg()))
-
-    def bytes_touched(self) -> set[int]:
-        return {a + byte for a in self.addresses for byte in range(self.dtype.itemsize)}
-
-    def bytes_reached(self) -> set[int]:
-        """From the first to the last, gaps included."""
-        first, *_, last = sorted(self.bytes_touched() or (0, -1)) * 2
-        return set(range(first, last + 1))
+def bytes_touched(t: Tensor) -> set[int]:
+    return {a + byte for a in element_addresses(t) for byte in range(t.element_size())}
 
 
-def must_refuse(dsts: Sequence[Tensor], srcs: Sequence[Tensor]) -> bool:
+def bytes_reached(t: Tensor) -> set[int]:
+    """From the first to the last, gaps included."""
+    touched = bytes_touched(t)
+    return set(range(min(touched), max(touched) + 1)) if touched else touched
+
+
+def must_refuse(dsts: Sequence[Tensor], srcs: Sequence[Tensor], touched=bytes_touched) -> bool:
     """Whether these pairs have to raise: they do not fit, or a byte that is written is another's, too."""
-    return _unfit(dsts, srcs, View.bytes_touched)
-
-
-def may_refuse(dsts: Sequence[Tensor], srcs: Sequence[Tensor]) -> bool:
-    """Whether they may raise: lib compares where tensors begin and end, and leaves interleaved ones alone."""
-    return _unfit(dsts, srcs, View.bytes_reached)
-
-
-def _unfit(dsts: Sequence[Tensor], srcs: Sequence[Tensor], touched: Callable[[View], set[int]]) -> bool:
-    if len(dsts) != len(srcs):
+    if len(dsts) != len(srcs) or any(d.shape != s.shape or d.device != s.device for d, s in zip(dsts, srcs)):
         return True
-    if any(d.shape != s.shape or d.device != s.device for d, s in zip(dsts, srcs)):
-        return True
-    once = dict.fromkeys((View.of(dst), View.of(src)) for dst, src in zip(dsts, srcs))
-    read = {view: touched(view) for pair in once for view in pair}
-    for dst, src in once:
-        if len(set(dst.addresses)) != len(dst.addresses):
-            return True
-        others = [view for pair in once if pair != (dst, src) for view in pair]
-        others += [src] if src != dst else []
-        if any(read[dst] & read[other] for other in others):
+    once = {}  # a pair may stand twice, a tensor be its own source
+    for dst, src in zip(dsts, srcs):
+        once[view_of(dst), view_of(src)] = touched(dst), touched(src)
+    for (dst, src), (written, read) in once.items():
+        others = [part for pair, parts in once.items() if pair != (dst, src) for part in parts]
+        others += [read] if src != dst else []
+        if len(set(dst[0])) != len(dst[0]) or any(written & other for other in others):
             return True
     return False
 
 
+def may_refuse(dsts: Sequence[Tensor], srcs: Sequence[Tensor]) -> bool:
+    """Whether they may raise: lib compares where tensors begin and end, and leaves interleaved ones alone."""
+    return must_refuse(dsts, srcs, bytes_reached)
+
+
+def view_of(t: Tensor) -> tuple:
+    """Equal for the same elements, seen alike."""
+    return tuple(element_addresses(t)), t.dtype, t.is_conj(), t.is_neg()
+
+
+Copy = Callable[[list[Tensor], list[Tensor]], None]
+
+
 def assert_copies_or_refuses(
-    copy: Callable[[list[Tensor], list[Tensor]], None],
-    dsts: list[Tensor],
-    srcs: list[Tensor],
+    case: Pairs,
+    *copies: Copy,
     refuses: tuple[type[Exception], ...] = (),
     settle: Callable[[], None] = lambda: None,
 ) -> None:
-    """`copy(dsts, srcs)` leaves in memory what a loop of `copy_` does, bit by bit, gaps included.
+    """Every `copy(dsts, srcs)` leaves in memory what a loop of `copy_` does, bit by bit, gaps included.
 
-    Where the pairs must be refused it raises ValueError, or one of `refuses` where given, and leaves every byte
-    as it was. Memory is as before afterwards. `settle` evens out what may differ.
+    Where the pairs must be refused it raises ValueError, or one of `refuses` where given, and leaves every
+    byte as it was. Memory is as before afterwards. `settle` evens out what may differ.
     """
+    dsts, srcs = case
     memory = storages([*dsts, *srcs])
     before = snapshot(memory)
     must = bool(refuses) or must_refuse(dsts, srcs)
     errors = refuses or (ValueError,)
-    try:
-        copy(dsts, srcs)
-    except errors:
-        assert must or may_refuse(dsts, srcs), "refused without need"
-        assert same(memory, before), "refused, but something was written"
-        return
-    assert not must, f"expected {errors}, nothing was raised"
-    settle()
-    copied = snapshot(memory)
-    restore(memory, before)
-    for dst, src in zip(dsts, srcs):
-        dst.copy_(src)
-    settle()
-    assert same(memory, copied), "differs from a loop of copy_"
+    if not must:
+        for dst, src in zip(dsts, srcs):
+            dst.copy_(src)
+        settle()
+    looped = snapshot(memory)
+    for copy in copies:
+        restore(memory, before)
+        try:
+            copy(dsts, srcs)
+        except errors:
+            assert must or may_refuse(dsts, srcs), "refused without need"
+            assert same(memory, before), "refused, but something was written"
+            continue
+        assert not must, "expected a refusal, nothing was raised"
+        settle()
+        assert same(memory, looped), "differs from a loop of copy_"
     restore(memory, before)
 
 

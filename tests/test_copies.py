@@ -19,6 +19,7 @@ from lib import CopyPlan, ReplayCopies, StaticInput, copies, grouped, grouped_fo
 from lib.copies import DEFAULT_DMA_BYTES
 from lib.launches import launches
 from tests.tensors import (
+    NEGATABLE,
     Pairs,
     assert_copies_or_refuses,
     laid_out,
@@ -54,19 +55,20 @@ def test_they_leave_what_a_loop_of_copy_leaves_or_refuse(case: Pairs, n_constant
         plan(srcs[n:])
         plan(srcs[n:])  # as steps are
 
-    assert_copies_or_refuses(grouped_foreach_copy_, *case)
-    assert_copies_or_refuses(planned, *case)
+    assert_copies_or_refuses(case, grouped_foreach_copy_, planned)
 
 
 @given(pairs(mutations=(None, 3)), st.integers(0, 1000))
-@properties(500)
+@properties(300)
 def test_one_plan_serves_any_sources_of_its_shapes(case: Pairs, seed: int):
     """Strided, lazy or of another dtype: copied right, and counted."""
     dsts, srcs = case
     plan, memory = CopyPlan(dsts, dtypes(srcs)), storages(dsts)
     plain = [random_values(s.shape, s.dtype, seed + i) for i, s in enumerate(srcs)]
     other = [random_values(s.shape, torch.int16, seed + i) for i, s in enumerate(srcs)]
-    for sources in (srcs, plain, other, plain):
+    may_be_negative = [{d.dtype, s.dtype} <= set(NEGATABLE) for d, s in zip(dsts, srcs)]
+    lazy = [torch._neg_view(s) if negative else s for s, negative in zip(plain, may_be_negative)]
+    for sources in (srcs, plain, other, lazy, plain):
         saved, missed = snapshot(memory), plan.misses
         for dst, src in zip(dsts, sources):
             dst.copy_(src)
@@ -79,7 +81,7 @@ def test_one_plan_serves_any_sources_of_its_shapes(case: Pairs, seed: int):
 
 
 @given(pairs(mutations=FIT, max_pairs=10), st.sampled_from([None, 16, DEFAULT_DMA_BYTES]))
-@properties(1_000)
+@properties(400)
 def test_every_foreach_call_is_one_that_cuda_fuses(case: Pairs, dma_bytes: int | None):
     """One dtype pair a call, each pair once; none that the kernel refuses, none that takes the slow path."""
     dsts, srcs = case
@@ -269,16 +271,17 @@ def test_autograd_records_nothing_and_inference_mode_is_kept_apart():
 
 
 def test_a_plan_holds_nothing_of_its_steps():
-    """100,000 steps at new addresses, every third not as planned."""
-    plan = CopyPlan([torch.zeros(1), torch.zeros(1, dtype=torch.int64)], [torch.float32, torch.int64])
+    """100,000 steps at new addresses, some of them not as planned."""
+    plan = CopyPlan([torch.zeros(1)], [torch.float32])
     section = ReplayCopies({"positions": StaticInput(torch.zeros(1, dtype=torch.int64), pad=0)})
     assert all(src.is_meta for call in plan.calls() for src in call.srcs)  # nor memory for what is to come
     floats, numbers = torch.arange(100_000.0), torch.arange(100_000)
 
     def steps(first: int, end: int) -> int:
-        for i in range(first, end, 2):
-            plan([floats[i : i + 1], (floats if i % 3 == 0 else numbers)[i : i + 1]])
-            section({"positions": numbers[i + 1 : i + 2]}, 1, 1)
+        for i in range(first, end):
+            plan([(numbers if i % 9 == 0 else floats)[i : i + 1]])
+            if i % 9 == 1:
+                section({"positions": numbers[i : i + 1]}, 1, 1)
         gc.collect()
         return sys.getallocatedblocks()
 

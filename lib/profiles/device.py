@@ -1,8 +1,8 @@
 """What a host and its GPU take for a copy: figures fitted from traces, each with its range and its source.
 
-The model behind them: one host thread issues calls, each of which costs it time. The work of a call can start
-one launch latency after its runtime call began, and one gap after the stream finished what came before; it then
-takes a floor plus its bytes at a rate. No more is modelled: no caches, no contention, no Python between calls.
+The model behind them: one host thread issues calls, each of which costs it time. The work of a call can
+start one launch latency after its runtime call began, and one gap after the stream finished what came before;
+it then takes a floor plus its bytes at a rate. No more is modelled: no caches, no contention, no Python.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from lib.profiles.bursts import burst_copies, find_copy_bursts
 from lib.profiles.traces import DEVICE_KINDS, is_foreach
 
 DEVICES = Path(__file__).resolve().parents[2] / "data" / "devices"
-# Every figure of a profile, in us or GB/s (1e9 payload bytes a second), after those that it rests on: what it is;
-# of which device events (`where`) it is which value, and the percentiles for low, value and high; and what is
-# assumed where a trace does not tell it: a base (another figure, or a number) times factor, low and high.
+# Every figure of a profile, in us or GB/s (1e9 payload bytes a second), after those that it rests on: what it
+# is; of which device events (`where`) it is which value, and the percentiles for low, value and high; and
+# what is assumed where a trace does not tell it: a base (a figure, or a number) times factor, low and high.
 with open(DEVICES / "figures.csv", encoding="utf-8", newline="") as _file:
     FIGURES = {row["figure"]: row for row in csv.DictReader(_file)}
 
@@ -40,8 +40,10 @@ class Figure:
 
     @classmethod
     def of(cls, low: float, value: float, high: float, source: str) -> Figure:
-        low, value, high = (float(f"{number:.4g}") for number in (low, value, high))
-        return cls(value, min(low, value), max(high, value), source)
+        value = float(f"{value:.4g}")
+        low = min(float(f"{low:.4g}"), value)
+        high = max(float(f"{high:.4g}"), value)
+        return cls(value, low, high, source)
 
 
 @dataclass(frozen=True)
@@ -66,20 +68,27 @@ class DeviceProfile:
         return self.figures[figure].value
 
     def at(self, end: str) -> DeviceProfile:
-        """The profile at the "fast" or "slow" end of every figure but the runtime calls inside operators."""
+        """At the "fast" or "slow" end of every figure but the runtime calls inside operators; or as it is."""
+        if end not in ("fast", "slow"):
+            return self
         figures = dict(self.figures)
         for name in figures.keys() - {"host_memcpy_us", "host_launch_us"}:
+            figure = figures[name]
             high = (end == "fast") == name.endswith("gb_per_s")
-            figures[name] = replace(figures[name], value=figures[name].high if high else figures[name].low)
+            figures[name] = replace(figure, value=figure.high if high else figure.low)
         return replace(self, figures=figures)
 
     def label(self) -> str:
         """What a plot or table of modelled numbers has to say about them."""
-        errors = ", ".join(f"{regime} {error:.1%}" for regime, error in (self.error or {}).items())
-        name = f"{self.name} of {self.date}" if self.date else self.name
-        assumed = " · foreach figures assumed" if "host_foreach_us" in self.unknown else ""
-        error = f"median span error of single copies {errors or 'unknown'}"
-        return f"modelled · {self.device or 'unknown device'}, profile {name} · {error}{assumed}"
+        errors = [f"{regime} {error:.1%}" for regime, error in (self.error or {}).items()]
+        parts = [
+            "modelled",
+            f"{self.device or 'unknown device'}, profile {self.name} of {self.date or 'unknown date'}",
+            f"median span error of single copies {', '.join(errors) or 'unknown'}",
+        ]
+        if "host_foreach_us" in self.unknown:
+            parts.append("foreach figures assumed")
+        return " · ".join(parts)
 
     def save(self, path: str | Path) -> None:
         text = json.dumps(asdict(self), indent=1, allow_nan=False)
@@ -98,7 +107,9 @@ class DeviceProfile:
             ValueError: there is none, a figure is not 0 <= low <= value <= high, or a field is not what the
                 class says.
         """
-        path = DEVICES / f"{name}.json" if str(name) in cls.available() else Path(name)
+        path = Path(name)
+        if str(name) in cls.available():
+            path = DEVICES / f"{name}.json"
         if not path.is_file():
             raise ValueError(f"device profile {name}: expected one of {cls.available()}, or a file")
         try:
@@ -120,10 +131,17 @@ def _assumed(found: dict[str, Figure]) -> dict[str, Figure]:
     """Every figure of FIGURES: as found, or else as assumed."""
     figures = {}
     for name, row in FIGURES.items():
-        base = figures[row["base"]].value if row["base"] in figures else float(row["base"])
-        ends = [base * float(row[column]) for column in ("low", "factor", "high")]
-        why = f"assumed: {row['factor']} times {row['base']}; {row['why']}"
-        figures[name] = found.get(name) or Figure.of(*ends, why)
+        if name in found:
+            figures[name] = found[name]
+            continue
+        base = figures.get(row["base"])
+        base = base.value if base else float(row["base"])
+        figures[name] = Figure.of(
+            base * float(row["low"]),
+            base * float(row["factor"]),
+            base * float(row["high"]),
+            f"assumed: {row['factor']} times {row['base']}; {row['why']}",
+        )
     return figures
 
 
@@ -134,7 +152,7 @@ def fit_profile(
     date: str = "",
     without: pd.Index | None = None,
 ) -> DeviceProfile:
-    """Read a profile out of one trace, or several of alike machines; what they cannot tell is assumed (FIGURES).
+    """Read a profile out of one trace, or several of alike machines; what they do not tell is assumed.
 
     Args:
         source: where the trace came from; the file's name by default.
@@ -145,31 +163,32 @@ def fit_profile(
         ValueError: no device-to-device memcpy of known size.
     """
     traces = [traces] if isinstance(traces, pd.DataFrame) else traces
+    sources = [trace.attrs.get("source", "trace") for trace in traces]
     about = traces[0].attrs
     device = pd.concat([_device_side(trace, without) for trace in traces], ignore_index=True)
     if device.query("kind == 'memcpy'").bytes.isna().all():
-        where = about.get("source", "trace")
-        raise ValueError(f"{where}: no device-to-device memcpy of known size to fit a profile from")
+        raise ValueError(f"{sources[0]}: no device-to-device memcpy of known size to fit a profile from")
     found = {}
     for figure, row in FIGURES.items():
-        known = {name: figure.value for name, figure in _assumed(found).items()}
+        known = {known: made.value for known, made in _assumed(found).items()}
         values = _values(device, row, known)
         if len(values):
             low, middle, high = row["percentiles"].split()
-            middle = values.mean() if middle == "mean" else np.percentile(values, float(middle))
             low, high = np.percentile(values, [float(low), float(high)])
-            found[figure] = Figure.of(
-                low, middle, high, f"fitted: {row['value']} where {row['where']}, n={len(values)}"
-            )
-    source = source or ", ".join(trace.attrs.get("source", "") for trace in traces)
-    source += "; times in whole us" if about.get("resolution_us") == 1.0 else ""
-    unknown = tuple(name for name in FIGURES if name not in found)
-    profile = DeviceProfile(name, about.get("device", ""), source, date, _assumed(found), unknown)
+            value = values.mean() if middle == "mean" else np.percentile(values, float(middle))
+            what = f"{row['value']} where {row['where']}"
+            found[figure] = Figure.of(low, value, high, f"fitted: {what}, n={len(values)}")
+    source = source or ", ".join(sources)
+    if about.get("resolution_us") == 1.0:
+        source += "; times in whole us"
+    unknown = tuple(figure for figure in FIGURES if figure not in found)
+    device_name = about.get("device", "")
+    profile = DeviceProfile(name, device_name, source, date, _assumed(found), unknown)
     if without is not None:
         return profile
     checked = pd.concat([validate(trace) for trace in traces]).dropna()
-    error = checked.error.abs().groupby(checked.regime).median().round(4).to_dict()
-    return replace(profile, error=error)
+    error = checked.error.abs().groupby(checked.regime).median().round(4)
+    return replace(profile, error=error.to_dict())
 
 
 def _values(device: pd.DataFrame, row: dict[str, str], known: dict[str, float]) -> np.ndarray:
@@ -177,7 +196,8 @@ def _values(device: pd.DataFrame, row: dict[str, str], known: dict[str, float]) 
     if not row["where"]:
         return np.array([])
     some = device.query(row["where"], local_dict=known, engine="python")
-    return some.eval(row["value"], local_dict=known, engine="python").dropna().to_numpy(float)
+    values = some.eval(row["value"], local_dict=known, engine="python")
+    return values.dropna().to_numpy(float)
 
 
 def _device_side(trace: pd.DataFrame, without: pd.Index | None) -> pd.DataFrame:
@@ -210,10 +230,10 @@ def validate(trace: pd.DataFrame, min_copies: int = 4) -> pd.DataFrame:
     """Predict the span of every burst of memcpys by a profile fitted without it.
 
     The earlier half of the bursts is predicted by a profile fitted on the rest of the trace, and the later
-    half likewise. Given are the operations, the starts of their host calls and when work of another stream that
-    they wait for ended: the whole stream is played, copies of the half take what the profile says, other work
-    what was recorded. No device time of a predicted burst is used. A trace with fewer than ten bursts of four
-    can be checked with min_copies=1.
+    half likewise. Given are the operations, the starts of their host calls and when work of another stream
+    ended that they wait for: the whole stream is played, copies of the half take what the profile says, other
+    work what was recorded. No device time of a predicted burst is used. A trace with fewer than ten bursts of
+    four can be checked with min_copies=1.
 
     Returns:
         one row a burst: half, regime, n_copies, span_us, predicted_us, error (signed, relative; NaN where
@@ -223,29 +243,36 @@ def validate(trace: pd.DataFrame, min_copies: int = 4) -> pd.DataFrame:
     copies = burst_copies(trace, min_copies, kinds=("memcpy",))
     device = burst_copies(trace, min_copies=1, kinds=DEVICE_KINDS)
     device = device.sort_values(["track", "start_us"], kind="stable")
-    table = bursts[["regime", "n_copies", "span_us"]].assign(predicted_us=np.nan)
-    table.insert(0, "half", np.where(np.arange(len(bursts)) < len(bursts) // 2, "earlier", "later"))
-    for half in table["half"].unique():
-        held_out = copies[copies["burst"].map(table["half"]) == half]
+    table = bursts[["regime", "n_copies", "span_us"]].copy()
+    table["half"] = "later"
+    table.loc[: len(bursts) // 2 - 1, "half"] = "earlier"
+    table["predicted_us"] = np.nan
+    for half in table.half.unique():
+        held_out = copies[copies.burst.map(table.half) == half]
         try:
             profile = fit_profile(trace, without=held_out.index)
         except ValueError:  # no other memcpy in the trace
             continue
-        played = _play(device, held_out.index, profile).loc[held_out.index].groupby(held_out.burst)
-        table["predicted_us"] = table.predicted_us.fillna(played.end_us.max() - played.begin_us.first())
-    return table.assign(error=table["predicted_us"] / table["span_us"].where(table["span_us"] > 0) - 1)
+        played = _play(device, held_out.index, profile).loc[held_out.index]
+        played = played.groupby(held_out.burst)
+        spans = played.end_us.max() - played.begin_us.first()
+        table["predicted_us"] = table.predicted_us.fillna(spans)
+    return table.eval("error = predicted_us / span_us.where(span_us > 0) - 1")
 
 
 def _play(device: pd.DataFrame, modelled: pd.Index, profile: DeviceProfile) -> pd.DataFrame:
-    """Device events, in stream order, with begin_us and end_us if those of `modelled` took what the profile says.
+    """Device events, in stream order, with begin_us and end_us, if `modelled` ones were as the profile says.
 
     begin[i] = max(call[i] + latency, end[i-1] + gap) is a recurrence. With done[i], the sum of all durations
     and gaps before i, it becomes begin[i] = done[i] + max over j <= i of (call[j] + latency - done[j]).
     """
-    first = ~device.duplicated("track")  # where the recording begins
-    hidden = device.index.isin(modelled)
-    figures = {name: figure.value for name, figure in profile.figures.items()}
-    names = {"first": first, "hidden": hidden, "later": np.fmax, **figures}
+    names = {
+        "first": ~device.duplicated("track"),  # where the recording begins
+        "hidden": device.index.isin(modelled),
+        "later": np.fmax,
+    }
+    for name in ("memcpy_floor_us", "memcpy_gb_per_s", "gap_us", "launch_latency_us"):
+        names[name] = profile[name]
     return device.eval(
         """
         model_us = @memcpy_floor_us + bytes.fillna(0) / (@memcpy_gb_per_s * 1e3)

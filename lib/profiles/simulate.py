@@ -44,32 +44,45 @@ def simulate(
         ValueError: an unknown kind, a count that is none, or a graph replay without its time.
     """
     for number, launch in enumerate(work, 1):
+        counts = (launch.bytes, launch.n_copies)
         if launch.kind not in KINDS:
             raise ValueError(f"launch {number}: expected kind in {list(KINDS)}, got {launch}")
-        if not all(isinstance(n, Integral) and n >= 0 for n in (launch.bytes, launch.n_copies)):
+        if not all(isinstance(count, Integral) and count >= 0 for count in counts):
             raise ValueError(f"launch {number}: expected n_copies and bytes of 0 or more, got {launch}")
     rows = []
-    host, stream = 0.0, host_us(work, profile) if ahead else -np.inf
+    host = 0.0
+    stream = host_us(work, profile) if ahead else -np.inf
     for number, launch in enumerate(work):
         kind = KINDS[launch.kind]
         between, op_us = _host_costs(work, number, profile)
         host += between
-        call = host + op_us - profile[kind.call]  # an operator makes its runtime call last
+        returned = host + op_us
+        call = returned - profile[kind.call]  # an operator makes its runtime call last
         start = max(call + profile["launch_latency_us"], stream + profile["gap_us"])
         duration = device_us(launch, profile, graph_us)
         stream = start + duration
-        holds_up = launch.kind == "dtoh" or launch.reason.startswith("pageable")
-        done = max(host + op_us, stream) if holds_up and not ahead else host + op_us
-        name = (launch.kind == "graph" and launch.reason) or kind.work
-        on_host, on_stream = ("host 0", "", -1, 0), ("stream 7", "", 7, -1)
+        if not ahead and (launch.kind == "dtoh" or launch.reason.startswith("pageable")):
+            returned = max(returned, stream)
+        name = kind.work
+        if launch.kind == "graph" and launch.reason:
+            name = launch.reason
+        on_host = ("host 0", "", -1, 0)
+        on_stream = ("stream 7", "", 7, -1)
         if kind.op:
-            rows.append((kind.op, "host_op", *on_host, host, done - host, np.nan, -1))
-        rows.append((kind.runtime, "runtime", *on_host, call, done - call, np.nan, number + 1))
+            rows.append((kind.op, "host_op", *on_host, host, returned - host, np.nan, -1))
+        rows.append((kind.runtime, "runtime", *on_host, call, returned - call, np.nan, number + 1))
         rows.append((name, kind.event, *on_stream, start, duration, launch.bytes, number + 1))
-        host = done
-    about = {"source": profile.name, "device": profile.device, "evidence": "modelled", "rocm": False}
-    about |= {"resolution_us": 0.001, "left_out": [], "label": profile.label()}
-    return event_table(pd.DataFrame(rows, columns=COLUMNS), **about)
+        host = returned
+    return event_table(
+        pd.DataFrame(rows, columns=COLUMNS),
+        source=profile.name,
+        device=profile.device,
+        evidence="modelled",
+        rocm=False,
+        resolution_us=0.001,
+        left_out=[],
+        label=profile.label(),
+    )
 
 
 def both_regimes(
@@ -84,7 +97,9 @@ def device_us(launch: Launch, profile: DeviceProfile, graph_us: GraphTimes = Non
     kind = KINDS[launch.kind]
     if kind.floor:
         return profile[kind.floor] + launch.bytes / (profile[kind.rate] * 1e3)
-    length = graph_us.get(launch.reason) if isinstance(graph_us, Mapping) else graph_us
+    length = graph_us
+    if isinstance(graph_us, Mapping):
+        length = graph_us.get(launch.reason)
     if length is None or not 0 <= length < np.inf:
         raise ValueError(f"graph_us: expected how long graph {launch.reason!r} runs, in us, got {graph_us}")
     return length
@@ -92,20 +107,23 @@ def device_us(launch: Launch, profile: DeviceProfile, graph_us: GraphTimes = Non
 
 def _host_costs(work: Sequence[Launch], number: int, profile: DeviceProfile) -> tuple[float, float]:
     """What the host takes before a launch's operator, and in it."""
-    launch, before = work[number], work[number - 1] if number else None
+    launch = work[number]
     kind = KINDS[launch.kind]
-    tensors_us = launch.n_copies * profile["host_foreach_tensor_us"] if launch.kind == "foreach" else 0.0
-    same_call = launch.kind == "foreach" or launch.reason.startswith("slow path")
-    if before and same_call and launch.reason == before.reason:
-        host = kind.call if launch.kind == "foreach" else kind.host
-        return 0.0, profile[host] + tensors_us
-    between = profile["host_between_us"] if before else 0.0
+    is_group = launch.kind == "foreach"
+    tensors_us = 0.0
+    if is_group:
+        tensors_us = launch.n_copies * profile["host_foreach_tensor_us"]
+    of_a_list = is_group or launch.reason.startswith("slow path")
+    if number and of_a_list and launch.reason == work[number - 1].reason:  # in the same call
+        return 0.0, profile[kind.call if is_group else kind.host] + tensors_us
+    between = profile["host_between_us"] if number else 0.0
     return between, max(profile[kind.host], profile[kind.call]) + tensors_us
 
 
 def host_us(work: Sequence[Launch], profile: DeviceProfile) -> float:
     """How long the host takes to issue launches."""
-    return sum(sum(_host_costs(work, number, profile)) for number in range(len(work)))
+    costs = (_host_costs(work, number, profile) for number in range(len(work)))
+    return sum(between + op_us for between, op_us in costs)
 
 
 def queued_us(work: Sequence[Launch], profile: DeviceProfile) -> float:
@@ -149,7 +167,8 @@ def what_if_grouped(bursts: pd.DataFrame, profile: DeviceProfile, groups: int = 
     if groups < 1:
         raise ValueError(f"groups: expected at least 1, got {groups}")
     errors = profile.error or {}
-    error = bursts.regime.map(errors).astype(float).fillna(max(errors.values(), default=0.0))
+    error = bursts.regime.map(errors).astype(float)
+    error = error.fillna(max(errors.values(), default=0.0))
     dealt = [_dealt(sizes, groups) for sizes in bursts.sizes]
     counts = pd.DataFrame(
         {
@@ -163,7 +182,8 @@ def what_if_grouped(bursts: pd.DataFrame, profile: DeviceProfile, groups: int = 
         dtype=float,
     )
     saved = []
-    for figures, sign in ((profile, 0), (profile.at("fast"), -1), (profile.at("slow"), 1)):
+    for end, sign in (("middle", 0), ("fast", -1), ("slow", 1)):
+        figures = profile.at(end)
         terms = bursts.join(counts).assign(
             grouped_us=[queued_us(grouped, figures) for _, _, grouped in dealt],
             host_grouped_us=[host_us(grouped, figures) for _, _, grouped in dealt],
@@ -197,7 +217,9 @@ def _dealt(sizes: Sequence[float], groups: int) -> tuple[list[Launch], list[Laun
     made = []
     for number in range(groups):
         group = small[number::groups]
-        tensors = [torch.empty(max(copy.bytes, 1), dtype=torch.uint8, device="meta") for copy in group]
-        chunks = launches([Call("foreach", tensors, tensors)]) if len(group) > 1 else group
-        made += [replace(chunk, reason=f"group {number}") for chunk in chunks]
+        if len(group) > 1:
+            shapes = [max(copy.bytes, 1) for copy in group]
+            tensors = [torch.empty(shape, dtype=torch.uint8, device="meta") for shape in shapes]
+            group = launches([Call("foreach", tensors, tensors)])
+        made += [replace(launch, reason=f"group {number}") for launch in group]
     return copies, small, made

@@ -25,9 +25,10 @@ import sqlite3
 import tempfile
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from decimal import Decimal
 from functools import lru_cache
+from itertools import count, repeat
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -331,7 +332,8 @@ def _read_json(text: bytearray) -> tuple[Iterable[list], _Document]:
     events = document.traceEvents
     if events is None:
         raise ValueError(NO_LIST)
-    return (_columns(events[i : i + BLOCK]) for i in range(0, len(events), BLOCK)), document
+    starts = range(0, len(events), BLOCK)
+    return (_columns(events[start : start + BLOCK]) for start in starts), document
 
 
 def _mended(text: bytearray) -> bytes:
@@ -373,7 +375,8 @@ def _add_shapes(name: str, args: _Args) -> None:
         if name == FOREACH:
             args.inputs = f"{len(dims[0])} tensors"  # of lists no dtype is recorded
         else:
-            args.bytes = math.prod(map(int, dims[0])) * WIDTHS[types[0]]
+            width = WIDTHS[types[0]]
+            args.bytes = math.prod(map(int, dims[0])) * width
             args.inputs = f"{types[0]} <- {types[1]}"
 
 
@@ -390,13 +393,14 @@ def _read_nsys(path: Path, text: bytes | bytearray) -> tuple[list[list], _Docume
             raise ValueError(f"SQLite, but no Nsight Systems export: {expected}, got {sorted(tables)}")
         for table in sorted(tables.intersection(NSYS_TABLES)):
             fields = defaultdict(lambda: "NULL", table_category=NSYS_TABLES[table], table=table)
-            fields |= {column: f"[{column}]" for _, column, *_ in db.execute(f"PRAGMA table_info({table})")}
+            for _, column, *_ in db.execute(f"PRAGMA table_info({table})"):
+                fields[column] = f"[{column}]"
             fields["task"] = f"COALESCE({fields['globalTid']}, {fields['globalPid']})"
             rows = db.execute(NSYS_QUERY.format_map(fields))
             while some := rows.fetchmany(BLOCK):
-                columns = list(zip(*some))
-                columns[2:4] = [[*map(Decimal, times)] for times in columns[2:4]]
-                blocks.append(columns)
+                category, name, start, duration, *others = zip(*some)
+                times = [*map(Decimal, start)], [*map(Decimal, duration)]
+                blocks.append([category, name, *times, *others])
         if "TARGET_INFO_GPU" in tables:
             gpus = db.execute("SELECT id, name FROM TARGET_INFO_GPU")
             document.deviceProperties = [{"id": number, "name": name} for number, name in gpus]
@@ -412,11 +416,19 @@ def _read_nsys(path: Path, text: bytes | bytearray) -> tuple[list[list], _Docume
 def _text(value: object) -> str:
     """Text without what a terminal would obey, a page would hide or UTF-8 cannot hold."""
     text = str(value)
-    return text if text.isprintable() else "".join(c if c.isprintable() else "\ufffd" for c in text)
+    if text.isprintable():
+        return text
+    return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
 
 
-def _nanoseconds(time: Decimal) -> int:
-    return int(time * 1000) if time.is_finite() and time.copy_abs() < LATEST else UNREADABLE
+def _nanoseconds(times: Sequence[Decimal]) -> list[int]:
+    """Times in us as exact ns; UNREADABLE for one that is not finite, or beyond LATEST."""
+    with contextlib.suppress(ArithmeticError):  # comparing a NaN
+        if min(times) > -LATEST and max(times) < LATEST:
+            return [int(time * 1000) for time in times]
+    # the size comes first: int() of 1e999990 would not end
+    fits = [time.is_finite() and time.copy_abs() < LATEST for time in times]
+    return [int(time * 1000) if fit else UNREADABLE for time, fit in zip(times, fits)]
 
 
 def _label(category: str, name: str, track: str, inputs: str) -> tuple[str | None, ...]:
@@ -442,24 +454,26 @@ def _table(
     path: Path, blocks: Iterable[list], document: _Document, python: bool, nsys: bool = False
 ) -> pd.DataFrame:
     """The table of a file's events. What cannot be placed is left out, and said so."""
-    frames, labels = [], {}
+    frames = []
+    labels = defaultdict(count().__next__)  # every text once: its events hold its number
     for category, name, start, duration, process, thread, track, inputs, *numbers in filter(any, blocks):
         frame = pd.DataFrame(dict(zip(ARGS[2:], numbers)), dtype="int64")
-        frame["start_ns"] = [*map(_nanoseconds, start)]
+        frame["start_ns"] = _nanoseconds(start)
         frame["dur_us"] = np.array(duration, float)
         frame["process"] = pd.Series(map(_text, process), dtype=object)
-        frame["thread"] = pd.to_numeric(pd.Series(thread), errors="coerce").fillna(-1).astype("int64")
-        # every text once: its events hold its number
-        frame["label"] = [
-            labels.setdefault(texts, len(labels)) for texts in zip(category, name, track, inputs)
-        ]
+        threads = pd.to_numeric(pd.Series(thread), errors="coerce")
+        frame["thread"] = threads.fillna(-1).astype("int64")
+        frame["label"] = [labels[texts] for texts in zip(category, name, track, inputs)]
         frames.append(frame)
     if not frames:
         raise ValueError("holds no complete event (ph X)")
     columns = ["kind", "category", "name", "track", "inputs"]
     texts = pd.DataFrame([_label(*label) for label in labels], columns=columns, dtype="category")
-    told = [*map(_text, document.left_out)] if isinstance(document.left_out, list) else []
-    events = _placed(pd.concat(frames, ignore_index=True).join(texts, on="label"), python, told)
+    told = []
+    if isinstance(document.left_out, list):
+        told += map(_text, document.left_out)
+    events = pd.concat(frames, ignore_index=True).join(texts, on="label")
+    events = _placed(events, python, told)
     if events.empty:
         raise ValueError(f"no event could be read: {'; '.join(told)}")
     on_device = events.kind.isin(DEVICE_KINDS)
@@ -474,7 +488,8 @@ def _table(
     _join(events, told)
     several = _name_tracks(events, on_device, nsys, told)
     table = event_table(events, **attrs)
-    table.attrs["resolution_us"] = 0.001 if (table[["start_us", "dur_us"]] % 1).any(axis=None) else 1.0
+    fractions = table[["start_us", "dur_us"]] % 1
+    table.attrs["resolution_us"] = 0.001 if fractions.any(axis=None) else 1.0
     _check_streams(table, several, told)
     table.attrs["left_out"] = [*dict.fromkeys(told)]
     return table
@@ -515,7 +530,8 @@ def _join(events: pd.DataFrame, told: list[str]) -> None:
     calls = calls.assign(end=calls.start_us + calls.dur_us)
     calls = calls.sort_values(["start_us", "end"], ascending=[True, False])
     thread = ["correlation", "process", "thread"]
-    nested = calls.duplicated(thread) & (calls.end <= calls.groupby(thread).end.transform("first"))
+    outer_end = calls.groupby(thread).end.transform("first")
+    nested = calls.duplicated(thread) & (calls.end <= outer_end)
     events.loc[nested.index[nested], "correlation"] = -1
     calls = calls[~nested]
     unclear = events.correlation.isin(calls.correlation[calls.duplicated("correlation")])
@@ -539,14 +555,15 @@ def _name_tracks(events: pd.DataFrame, on_device: pd.Series, nsys: bool, told: l
         calls = events.query("kind == 'runtime' and correlation > 0").set_index("correlation")
         process = process.fillna(events.correlation.map(calls.process))
         owners = process[on_device].groupby([events.device, events.stream])
-        process = process.fillna(owners.transform("first").where(owners.transform("nunique") == 1))
+        alone = owners.transform("nunique") == 1
+        process = process.fillna(owners.transform("first").where(alone))
         why = "device events of which several processes may be the owner: on tracks of their own"
         _tell(told, process.isna().sum(), why)
-    process = process.fillna("") if several else pd.Series("", events.index, dtype=object)
     several_gpus = events.device[on_device].nunique() > 1
     gpu = events.device.where(on_device & several_gpus, -1)
-    lanes = (process, gpu, events.stream, events.thread)
-    events["track"] = [*map(_track, *(column.tolist() for column in lanes))]
+    owners = process.fillna("") if several else repeat("")
+    lanes = zip(owners, gpu.tolist(), events.stream.tolist(), events.thread.tolist())
+    events["track"] = [_track(*lane) for lane in lanes]
     return several
 
 
@@ -554,7 +571,10 @@ def _name_tracks(events: pd.DataFrame, on_device: pd.Series, nsys: bool, told: l
 def _track(process: str, gpu: int, stream: int, thread: int) -> str:
     if stream < 0:
         return f"host {process}:{thread}" if process else f"host {thread}"
-    return (f"gpu {gpu} " if gpu >= 0 else "") + f"stream {stream}" + (f" of {process}" if process else "")
+    name = f"stream {stream}"
+    if gpu >= 0:
+        name = f"gpu {gpu} {name}"
+    return f"{name} of {process}" if process else name
 
 
 def _gpu_names(properties: Any, used: set[int]) -> str:
@@ -563,9 +583,11 @@ def _gpu_names(properties: Any, used: set[int]) -> str:
         names = {gpu["id"]: _text(gpu["name"] or "") for gpu in properties}
     except (TypeError, LookupError):
         return ""  # not as Kineto writes them
+    every = set(names.values())
     found = {names[number] for number in used.intersection(names)}
-    alike = set(names.values()) if used and len(set(names.values())) == 1 else ()
-    return ", ".join(sorted(found or alike))
+    if used and not found and len(every) == 1:
+        found = every
+    return ", ".join(sorted(found))
 
 
 def _check_streams(table: pd.DataFrame, several: bool, told: list[str]) -> None:

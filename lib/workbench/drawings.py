@@ -75,7 +75,8 @@ class Canvas:
 def buffers(fields: Sequence[str] = FIELDS) -> Figure:
     """Batch to static buffers to graph: one copy a field, since a graph reads the same addresses for ever."""
     bottom = 54 + 34 * len(fields)
-    paper = Canvas("Before a replay, every field is copied to where the graph reads", bottom + 20)
+    title = "Before a replay, every field is copied to where the graph reads"
+    paper = Canvas(title, bottom + 20)
     paper.say(100, 24, "this step's tensors:\nnew addresses every step", fontweight="bold")
     paper.say(272, 24, "one launch\na field", fontweight="bold", color=COPY)
     paper.say(440, 24, "static buffers:\nthe same addresses for ever", fontweight="bold")

@@ -28,7 +28,6 @@ from lib.kinds import KINDS, MEMCPY, Launch
 from lib.launches import launches
 from lib.profiles import (
     AHEAD,
-    DEVICE_KINDS,
     WAITS,
     DeviceProfile,
     device_us,
@@ -103,21 +102,32 @@ class StepCopies:
             return cls(draft, extend, draft.place(batch), extend.place(extend_batch))
         return cls(draft, extend, batch, extend_batch)
 
+    @property
+    def halves(self) -> tuple[tuple, tuple]:
+        """(runner, batch) of the draft, and of the draft-extend."""
+        return (self.draft, self.draft_batch), (self.draft_extend, self.draft_extend_batch)
+
     def copy_inputs(self) -> None:
-        self.draft.copy_inputs(self.draft_batch)
-        self.draft_extend.copy_inputs(self.draft_extend_batch)
+        for runner, batch in self.halves:
+            runner.copy_inputs(batch)
 
     def replay(self) -> list[torch.Tensor]:
         """Both replays whole; their outputs, valid until the next one."""
-        draft = self.draft.replay(self.draft_batch)
-        return [*draft, *self.draft_extend.replay(self.draft_extend_batch)]
+        outputs = []
+        for runner, batch in self.halves:
+            outputs += runner.replay(batch)
+        return outputs
 
     def calls(self) -> list[Call]:
-        return self.draft.calls(self.draft_batch) + self.draft_extend.calls(self.draft_extend_batch)
+        made = []
+        for runner, batch in self.halves:
+            made += runner.calls(batch)
+        return made
 
     def bursts(self) -> tuple[list[Launch], list[Launch]]:
         """The launches before the draft graph, and those before the draft-extend graph."""
-        return self.draft.launches(self.draft_batch), self.draft_extend.launches(self.draft_extend_batch)
+        first, second = (runner.launches(batch) for runner, batch in self.halves)
+        return first, second
 
     def launches(self) -> list[Launch]:
         first, second = self.bursts()
@@ -126,7 +136,7 @@ class StepCopies:
     def nodes(self) -> tuple[list[Launch], list[Launch]]:
         """The copies inside the draft and the draft-extend graph: no launches, but work of the device."""
         found = []
-        for runner, batch in ((self.draft, self.draft_batch), (self.draft_extend, self.draft_extend_batch)):
+        for runner, batch in self.halves:
             producer = runner.producers.get(runner.padded_batch_size(batch.batch_size))
             found.append(launches(producer.inside) if producer else [])
         return tuple(found)
@@ -134,15 +144,18 @@ class StepCopies:
     def fields(self) -> pd.DataFrame:
         """What is copied on the device, a row a field."""
         rows = []
-        for runner, batch in ((self.draft, self.draft_batch), (self.draft_extend, self.draft_extend_batch)):
+        for runner, batch in self.halves:
             for field in runner.buffers.fields:
                 source = getattr(batch, field.name)
-                if source is not None and not field.host:
-                    dtype = runner.buffers.tensors[field.name].dtype
-                    dtypes = (str(dtype)[6:], str(source.dtype)[6:])
-                    size = source.numel() * dtype.itemsize
-                    rows.append((runner.table, field.name, tuple(source.shape), *dtypes, size))
-        return pd.DataFrame(rows, columns=["replay", "field", "shape", "dtype", "source", "bytes"])
+                if source is None or field.host:
+                    continue
+                row = {"replay": runner.table, "field": field.name, "shape": tuple(source.shape)}
+                dtype = runner.buffers.tensors[field.name].dtype
+                row["dtype"] = str(dtype).removeprefix("torch.")
+                row["source"] = str(source.dtype).removeprefix("torch.")
+                row["bytes"] = source.numel() * dtype.itemsize
+                rows.append(row)
+        return pd.DataFrame(rows)
 
 
 def count_kinds(launches: list[Launch]) -> dict[str, int]:
@@ -202,9 +215,11 @@ def graph_times(config: EagleConfig, profile: DeviceProfile, parameters: float =
     parameters: of the target, which verify runs.
     """
     hidden = config.hidden_size
-    head = 6 * hidden * hidden + 3 * hidden * config.intermediate_size + config.vocab_size * hidden
+    layer = 6 * hidden * hidden + 3 * hidden * config.intermediate_size
+    head = layer + config.vocab_size * hidden
+    weights_a_us = profile["memcpy_gb_per_s"] * 1e3
     read = ((config.num_steps - 1) * head, parameters, head)
-    return {name: n / (profile["memcpy_gb_per_s"] * 1e3) for name, n in zip(GRAPHS, read)}
+    return {name: weights / weights_a_us for name, weights in zip(GRAPHS, read)}
 
 
 def play(copies: StepCopies, profile: DeviceProfile, times: Times, regime: str) -> pd.DataFrame:
@@ -214,7 +229,8 @@ def play(copies: StepCopies, profile: DeviceProfile, times: Times, regime: str) 
     first, second = copies.bursts()
     longer = dict(times)  # by the copies in a graph, each with the gap between two works of a stream
     for graph, nodes in zip((DRAFT, EXTEND), copies.nodes()):
-        longer[graph.reason] += sum(device_us(node, profile) + profile["gap_us"] for node in nodes)
+        for node in nodes:
+            longer[graph.reason] += device_us(node, profile) + profile["gap_us"]
     work = [*first, DRAFT, VERIFY, ACCEPTED, *second, EXTEND]
     return simulate(work, profile, longer, ahead=regime == AHEAD)
 
@@ -223,17 +239,21 @@ def step_lanes(
     copies: StepCopies, profile: DeviceProfile, times: Times, regime: str, longest_us: float = 120.0
 ) -> Lanes:
     """A whole step as lanes. Graphs are cut at `longest_us`, and say how long they are; waits are marked."""
-    cut = {name: min(time_us, longest_us) for name, time_us in times.items()}
+    cut, words = {}, {}
+    for graph, time_us in times.items():
+        cut[graph] = min(time_us, longest_us)
+        words[graph] = f"{graph}\n{time_us / 1000:.3g} ms"
     table = play(copies, profile, cut, regime)
-    true = {name: f"{name}\n{time_us / 1000:.3g} ms" for name, time_us in times.items()}
-    name = table.name.astype(object).replace(true)
+    name = table.name.astype(object).replace(words)
+    kind = table.kind.astype(object)
     waits = (name == MEMCPY) & (table.dur_us > 2 * profile["host_memcpy_us"])
-    kind = table.kind.astype(object).mask(waits, "wait")
-    table = table.assign(name=name.mask(waits, "waits for verify"), kind=kind)
+    name = name.mask(waits, "waits for verify")
+    table = table.assign(name=name, kind=kind.mask(waits, "wait"))
     if regime == AHEAD:
+        first_us = table.start_us[table.stream >= 0].min()
         before = table[table.kind == "graph"].iloc[:1]
-        until_us = table.start_us[table.stream >= 0].min() - profile["gap_us"]
-        before = before.assign(name="the step before", start_us=0.0, dur_us=until_us)
+        before = before.assign(name="the step before", start_us=0.0)
+        before = before.assign(dur_us=first_us - profile["gap_us"])
         table = pd.concat([before, table])
     return lanes(table)
 
@@ -244,7 +264,9 @@ def step_us(copies: StepCopies, profile: DeviceProfile, times: Times, regime: st
     It begins with the host's first call, or, where the host is ahead, with the first work on the device.
     """
     table = play(copies, profile, times, regime)
-    begin_us = table.start_us[table.kind.isin(DEVICE_KINDS)].min() if regime == AHEAD else 0.0
+    begin_us = 0.0
+    if regime == AHEAD:
+        begin_us = table.start_us[table.stream >= 0].min()
     return float((table.start_us + table.dur_us).max() - begin_us)
 
 
