@@ -66,7 +66,7 @@ class Range:
         """Whether it is surely above zero, or surely below: else there is nothing to claim."""
         return self.low > 0 or self.high < 0
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         size = abs(self.middle)
         digits = 0 if size >= 10 else 1 if size >= 1 else 2
         return f"{self.middle:.{digits}f}{self.unit} ({self.low:.{digits}f} to {self.high:.{digits}f})"
