@@ -421,3 +421,11 @@ def test_autograd_and_inference_mode_leave_the_static_buffers_alone(name: str):
         first = snapshot(runner.replay(way.lay(runner, inside)))
     outside = replace(inside, **{field: t.clone() for field, t in given(inside).items()})
     assert same(runner.replay(way.lay(runner, outside)), first)
+
+
+def test_a_batch_in_place_is_refused_once_another_one_was_copied():
+    runner = EagleDraftCudaGraphRunner(EagleConfig.tiny())
+    ours = runner.inputs(4)
+    runner.copy_inputs(DraftBatch.random(runner.config, 3))
+    with pytest.raises(ValueError, match="batch: expected what `place` or `inputs` returned last"):
+        runner.copy_inputs(ours)

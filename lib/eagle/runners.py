@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from operator import attrgetter
 from typing import ClassVar, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -191,6 +192,7 @@ class GraphRunner:
         self.graphs: dict[int, CudaGraph | EagerGraph] = {}
         self.producers: dict[int, Producer] = {}
         self.placed_batch: Batch | None = None
+        self.lent: WeakValueDictionary[int, Batch] = WeakValueDictionary()  # all that `inputs`, `place` gave
 
     @property
     def strategy(self) -> Strategy:
@@ -300,6 +302,7 @@ class GraphRunner:
             if field.name in names:
                 views[field.name] = output.narrow(field.dim, 0, rows)
         self.placed_batch = self.batch_class(**views)
+        self.lent[id(self.placed_batch)] = self.placed_batch
         return self.placed_batch
 
     def padded_batch_size(self, batch_size: int) -> int:
@@ -319,8 +322,8 @@ class GraphRunner:
         captured = self.padded_batch_size(batch_size)
         if batch is self.placed_batch:
             return self._producer(captured).before
-        if self.placed:
-            raise ValueError("batch: expected what `place` returned last, got one with sources elsewhere")
+        if self.placed or id(batch) in self.lent:
+            raise ValueError("batch: expected what `place` or `inputs` returned last, got another one")
         given = self.buffers.given(batch)
         on_host = self.buffers.host_calls(given, batch_size, captured)
         if self.kept is not None:
