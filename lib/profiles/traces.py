@@ -140,6 +140,7 @@ SPAN = 2**42  # us: 50 days, in which a double still tells nanoseconds apart
 UNREADABLE = -(2**63)  # in the place of a time that is none
 BLOCK = 1 << 16  # events made into arrays at a time
 
+NO_SHAPES = msgspec.Raw(b"0")
 Number = Annotated[int, msgspec.Meta(ge=-1, le=2**63 - 1)]  # -1 where it is absent
 
 
@@ -150,8 +151,8 @@ class _Args(msgspec.Struct, gc=False):
     stream: Number = -1
     correlation: Number = -1
     bytes: Number = -1
-    dims: msgspec.Raw = msgspec.field(name="Input Dims", default=msgspec.Raw(b"0"))
-    types: msgspec.Raw = msgspec.field(name="Input type", default=msgspec.Raw(b"0"))
+    dims: msgspec.Raw = msgspec.field(name="Input Dims", default=NO_SHAPES)
+    types: msgspec.Raw = msgspec.field(name="Input type", default=NO_SHAPES)
 
 
 class _Event(msgspec.Struct, gc=False):
@@ -188,8 +189,8 @@ def load_trace(path: str | os.PathLike, python: bool = False) -> pd.DataFrame:
     time weeks away from the others, a category not in CATEGORIES) is left out, and `attrs["left_out"]` says
     how many.
 
-    JSON takes about three times the memory of its text. A gzip file may hold 2 GiB of it, an invalid one (NaN,
-    a lone surrogate), which Python's own json then reads, 256 MiB.
+    JSON takes about three times the memory of its text. A gzip file may hold 2 GiB of it, an invalid one
+    (NaN, a lone surrogate), which Python's own json then reads, 256 MiB.
 
     Args:
         python: read the frames of Python functions, too (`with_stack=True`).
@@ -355,7 +356,7 @@ def _columns(texts: list[msgspec.Raw]) -> list[list]:
         events = [event for event in map(_event, texts) if event.ph == "X"]
     args = [event.args for event in events]
     for event in events:
-        if event.name in (COPY, FOREACH):
+        if event.name in (COPY, FOREACH) and event.args.dims is not NO_SHAPES:
             _add_shapes(event.name, event.args)
     columns = [[*map(attrgetter(field), events)] for field in FIELDS]
     return columns + [[*map(attrgetter(field), args)] for field in ARGS]
@@ -406,6 +407,10 @@ def _read_nsys(path: Path, text: bytes | bytearray) -> tuple[list[list], _Docume
             document.deviceProperties = [{"id": number, "name": name} for number, name in gpus]
     unknown = sorted(name for name in tables if name.rpartition("_V")[0] in NSYS_TABLES)
     document.left_out = [f"table {name} left out: of a version that is not known here" for name in unknown]
+    if "TARGET_INFO_SYSTEM_ENV" in tables:
+        document.left_out.append(
+            "the file holds the recorder's environment, secrets included: mind who gets it"
+        )
     return blocks, document
 
 
@@ -562,12 +567,13 @@ def _name_tracks(events: pd.DataFrame, on_device: pd.Series, nsys: bool, told: l
     several_gpus = events.device[on_device].nunique() > 1
     gpu = events.device.where(on_device & several_gpus, -1)
     owners = process.fillna("") if several else repeat("")
-    lanes = zip(owners, gpu.tolist(), events.stream.tolist(), events.thread.tolist())
-    events["track"] = [_track(*lane) for lane in lanes]
+    lanes = defaultdict(count().__next__)
+    numbers = zip(gpu.tolist(), events.stream.tolist(), events.thread.tolist())
+    codes = [lanes[owner, *lane] for owner, lane in zip(owners, numbers)]
+    events["track"] = pd.Categorical.from_codes(codes, [_track(*lane) for lane in lanes])
     return several
 
 
-@lru_cache(2**12)
 def _track(process: str, gpu: int, stream: int, thread: int) -> str:
     if stream < 0:
         return f"host {process}:{thread}" if process else f"host {thread}"
