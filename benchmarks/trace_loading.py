@@ -1,4 +1,4 @@
-"""How fast, and in how much memory, a Kineto trace becomes a table: lib.profiles beside HolisticTraceAnalysis.
+"""How fast, and in how much memory, a Kineto trace becomes a table: lib.profiles beside another reader.
 
     python benchmarks/trace_loading.py data/traces/v100_ddp_training.pt.trace.json.gz
     python benchmarks/trace_loading.py TRACE --gigabytes 1    # memory, on plain JSON of that size, from TRACE

@@ -12,7 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lib.launches import KINDS, Launch, launches
+from lib.kinds import KINDS
+from lib.launches import Launch, launches
 from lib.profiles import (
     AHEAD,
     DEVICE_KINDS,

@@ -11,7 +11,8 @@ import pandas as pd
 import torch
 
 from lib.copies import DEFAULT_DMA_BYTES, Call
-from lib.launches import KINDS, Launch, launches
+from lib.kinds import KINDS
+from lib.launches import Launch, launches
 from lib.profiles.device import DeviceProfile
 from lib.profiles.traces import COLUMNS, event_table
 

@@ -37,7 +37,7 @@ import msgspec
 import numpy as np
 import pandas as pd
 
-from lib.launches import KINDS as LAUNCH_KINDS
+from lib.kinds import KINDS as LAUNCH_KINDS
 
 if TYPE_CHECKING:
     import torch
