@@ -1,6 +1,6 @@
 """Profiler traces in, device profiles and modelled timelines out."""
 
-from lib.profiles.bursts import burst_copies, find_copy_bursts, findings, lanes, of_range
+from lib.profiles.bursts import between, burst_copies, find_copy_bursts, findings, lanes, of_range
 from lib.profiles.device import FIGURES, DeviceProfile, Figure, fit_profile, validate
 from lib.profiles.simulate import AHEAD, WAITS, both_regimes, device_us, simulate, what_if_grouped
 from lib.profiles.traces import DEVICE_KINDS, HOST_KINDS, from_profiler, load_trace, to_chrome_trace
@@ -13,6 +13,7 @@ __all__ = [
     "WAITS",
     "DeviceProfile",
     "Figure",
+    "between",
     "both_regimes",
     "burst_copies",
     "device_us",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from types import SimpleNamespace
 
@@ -181,6 +182,13 @@ def of_range(trace: pd.DataFrame, text: str) -> pd.DataFrame:
     return cut.assign(start_us=cut.start_us - first.start_us)
 
 
+def between(trace: pd.DataFrame, start_us: float, end_us: float) -> pd.DataFrame:
+    """What runs in a span of time, cut to it, times from its start on."""
+    ends = (trace.start_us + trace.dur_us).clip(upper=end_us)
+    starts = trace.start_us.clip(lower=start_us)
+    return trace.assign(start_us=starts - start_us, dur_us=ends - starts)[ends >= starts]
+
+
 def lanes(trace: pd.DataFrame) -> dict[str, pd.DataFrame]:
     """The tracks of a trace for a plot: "stream 7 · recorded" -> events."""
     evidence = trace.attrs.get("evidence", "recorded")
@@ -189,33 +197,66 @@ def lanes(trace: pd.DataFrame) -> dict[str, pd.DataFrame]:
 
 
 def findings(trace: pd.DataFrame, bursts: pd.DataFrame, device: str = "") -> list[str]:
-    """What a trace and its bursts show, in sentences; `device` is that of the profile they are used with."""
+    """What a trace and its bursts show, in sentences, and last what of the file was left out.
+
+    device: that of the profile they are used with.
+    """
     work = burst_copies(trace, 1, DEVICE_KINDS)
-    told = list(trace.attrs["left_out"])
+    told = []
     for regime, some in bursts.groupby("regime"):
-        counts = f"of {some.n_copies.min()} to {some.n_copies.max()} copies"
-        told.append(f"{len(some)} {regime} bursts {counts}: {REGIMES[regime]}")
-    for start, call in work.groupby("foreach_start_us"):
-        told.append(f"at {start:,.0f} us, {len(call)} copies: {_foreach_route(call)}")
+        many = _count(len(some), f"{regime} burst")
+        told.append(f"{many} of {_between(some.n_copies)} copies: {REGIMES[regime]}")
+    copies = work.query("kind in @COPIES and leads")
+    lead_us = copies.eval("start_us - call_start_us - call_us").median()
+    if lead_us > 0:
+        told.append(f"the median of all copies begins {lead_us:,.0f} us after its call returned")
+    told += _grouped_already(work)
     uploads = work[work.kind == "memcpy_htod"]
     if len(uploads):
         small = (uploads.bytes <= 65_536).sum()
         pinned = uploads.name.astype(str).str.contains("Pinned").sum()
         sizes = f"{small} of at most 64 KiB, median {uploads.bytes.median():,.0f} bytes, {pinned} pinned"
-        told.append(f"{len(uploads)} copies come from the host: {sizes}; small ones can share one upload")
+        share = "; small ones can share one upload" if small > 1 else ""
+        told.append(f"{len(uploads)} copies come from the host: {sizes}{share}")
     own = trace.attrs["device"]
     if device and own and device != own:
         told.append(f"the profile is of another GPU ({device}) than the trace ({own})")
+    if ".sqlite" in trace.attrs["source"]:
+        told.append(
+            "an nsys export holds the recorder's environment, secrets included: do not share it as is"
+        )
+    return told + trace.attrs["left_out"]
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}{'s' if n > 1 else ''}"
+
+
+def _between(numbers: pd.Series) -> str:
+    return " to ".join(str(number) for number in dict.fromkeys((numbers.min(), numbers.max())))
+
+
+def _grouped_already(work: pd.DataFrame) -> list[str]:
+    told = []
+    names = work.name.astype(str)
+    fused = (names.map(is_foreach) & work.foreach_us.isna()) | names.str.contains("small_copy|fused_copy")
+    if fused.any():
+        told.append(f"{fused.sum()} kernels copy several tensors each: those are grouped already")
+    routes = defaultdict(list)
+    for _, call in work.groupby("foreach_start_us"):
+        routes[_foreach_route(call)].append(call.foreach_us.iloc[0])
+    for route, times in routes.items():
+        calls = _count(len(times), "such call")
+        told.append(f"already one foreach call, {route}: {calls}, {np.median(times):.0f} us of host each")
     return told
 
 
 def _foreach_route(call: pd.DataFrame) -> str:
-    made = f"already one foreach call of {call.foreach_us.iloc[0]:.0f} us"
     if (call.op == FOREACH).all():
-        return f"{made}, fused"
+        return "fused"
     inputs = sorted(set(call.op_inputs.dropna()))
-    why = f"because dtypes mix ({', '.join(inputs)})" if len(inputs) > 1 else "with one copy for each pair"
-    return f"{made}, on the slow route {why}"
+    why = f"because dtypes mix ({', '.join(inputs)})" if len(inputs) > 1 else "one copy for each pair"
+    return f"on the slow route {why}"
 
 
 def _most_frequent(names: pd.Series) -> object:

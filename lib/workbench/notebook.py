@@ -17,7 +17,7 @@ from IPython.display import display
 from matplotlib.figure import Figure
 from tqdm.auto import tqdm
 
-from lib.profiles import load_trace
+from lib.profiles import load_trace, to_chrome_trace
 from lib.workbench import plots, recordings, timing
 from lib.workbench.evidence import KINDS, RESULT_MIME, choose_device, device_name, label, plain
 from lib.workbench.step import Range
@@ -126,19 +126,47 @@ class Lab:
         plots.show(fig, name, alt, self.label(evidence))
 
     def trace(self, name: str, python: bool = False) -> pd.DataFrame:
-        """A recorded trace of data/traces/, with its evidence."""
-        trace = load_trace(TRACES / name, python)
-        how = "a public trace, see data/README.md; profiler with shapes on: host times high"
-        trace.attrs["label"] = f"recorded · {trace.attrs['device'] or 'GPU not named'} · {name}, {how}"
+        """A trace by its path, or one of data/traces/ by its name, with its evidence.
+
+        Raises:
+            ParameterError: it cannot be read, and why.
+        """
+        path = TRACES / name if (TRACES / name).is_file() else Path(name)
+        try:
+            trace = load_trace(path, python)
+        except OSError as error:
+            raise ParameterError(f"trace_path: {plain(path)}: {error.strerror}") from None
+        except ValueError as error:
+            raise ParameterError(f"trace_path: {plain(error, 400)}") from None
+        on, kind = trace.attrs["device"] or "GPU not named", trace.attrs["evidence"]
+        shapes = "shapes recorded, which slows the host" if (trace.inputs != "").any() else ""
+        public = "a public trace, see data/README.md" if path.resolve().parent == TRACES else ""
+        about = [path.name, public, shapes]
+        trace.attrs["label"] = f"{kind} · {plain(on)} · {plain(', '.join(filter(None, about)))}"
         return trace
+
+    def save_trace(self, trace: pd.DataFrame, path: str) -> None:
+        """Write a trace as Chrome JSON.
+
+        Raises:
+            ParameterError: it cannot be written, or would overwrite the file that it was read from.
+        """
+        try:
+            to_chrome_trace(trace, path)
+        except OSError as error:
+            raise ParameterError(f"perfetto_path: {plain(path)}: {error.strerror}") from None
+        except ValueError as error:
+            raise ParameterError(f"perfetto_path: {plain(error, 400)}") from None
 
     def table(self, rows: object, evidence: object, digits: int = 1) -> None:
         """Show a DataFrame, a dict of rows or a list of them, with its evidence below."""
         frame = pd.DataFrame(rows)
         if isinstance(rows, dict):
             frame = frame.T.convert_dtypes()
+        frame = frame.map(lambda cell: plain(cell) if isinstance(cell, str) else cell)
         frame, below = frame.round(digits), self.label(evidence)
         html = f"{frame.to_html(na_rep='')}<small>{escape(below)}</small>"
+        html = f'<div class="tex2jax_ignore mathjax_ignore">{html}</div>'  # `$` in a name is a dollar
         display({"text/html": html, "text/plain": f"{frame}\n{below}"}, raw=True)
 
     def publish(self, name: str, value: object, kind: str, note: str = "") -> None:

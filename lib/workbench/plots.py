@@ -296,16 +296,16 @@ def values(
     for row, (name, value) in enumerate(numbers.items()):
         is_range = isinstance(value, Range)
         number = value if is_range else Range(value, min(value, 0), max(value, 0))
-        crosses = number.low < 0 < number.high
+        open_ = is_range and not value.clear
         colour = STRATEGY_COLOURS.get(name, INK)
         if samples:
             dots = {"orient": "h", "native_scale": True, "size": 2.5, "color": "#A3AAB8"}
             sns.stripplot(x=samples[name], y=-row - 0.25, ax=ax, **dots)
         ax.hlines(-row, number.low, number.high, color=colour, linewidth=2.6)
-        inside = "white" if crosses else colour
+        inside = "white" if open_ else colour
         ax.plot(number.middle, -row, "o", color=colour, markerfacecolor=inside)
         text = str(value) if is_range else f"{value:.3g}"
-        text += ": no claim" * crosses
+        text += ": no claim" if open_ else ""
         beside = {"xytext": (8, 0), "textcoords": "offset points", "va": "center"}
         ax.annotate(text, (number.high, -row), **beside)
         lowest = min(lowest, number.low)

@@ -1,0 +1,106 @@
+"""Notebook 09 on traces that are not its own: of other machines, without copies, with names meant to harm."""
+
+import json
+
+import pytest
+from test_exercises import NOTEBOOKS, code_cells, source
+from traces_of import TRACES, copies, device, span, write
+
+from lib.profiles import load_trace
+from lib.workbench.notebook import ParameterError
+
+NOTEBOOK = NOTEBOOKS / "09_your_trace.ipynb"
+HARM = "$\\frac{a}{b}$ <script>alert(1)</script>\x1b[31m\n\u202e" + 20_000 * "x"
+
+
+@pytest.fixture
+def read(monkeypatch, capsys):
+    """Runs the notebook's cells with these parameters; what it printed, and what it displayed."""
+    shown = []
+    monkeypatch.setattr("lib.workbench.notebook.display", lambda data, **_: shown.append(data))
+    monkeypatch.setattr("IPython.display.display", lambda data, **_: shown.append(data))
+
+    def run(**parameters):
+        first, *others = (source(cell) for cell in code_cells(NOTEBOOK))
+        names = {}
+        exec(first, names)
+        names |= {"quick": True} | parameters
+        for cell in others:
+            exec(cell, names)
+        return capsys.readouterr().out, shown
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("name", "sentences"),
+    [
+        ("v100_ddp_training.pt.trace.json.gz", ["9 queued bursts", "4.7 times as long where the GPU waits"]),
+        ("flux_foreach_slow_mi300x.pt.trace.json.gz", ["because dtypes mix", "cannot carry", "no claim"]),
+        ("nsys_h100_2gpu.sqlite.gz", ["450 copies come from the host", "do not share", "nothing to group"]),
+        ("resnet_ddp_mi300x.pt.trace.json.gz", ["5 blocked bursts", "may come from pinned host memory"]),
+    ],
+)
+def test_it_says_what_a_trace_shows(read, name, sentences):
+    said, shown = read(trace_path=str(TRACES / name))
+    assert all(sentence in said for sentence in sentences), said
+    assert any("image/png" in data for data in shown)
+
+
+@pytest.mark.parametrize(
+    ("events", "sentence"),
+    [
+        ([span("cpu_op", "aten::copy_", 0, 4)], "no GPU event in the file"),
+        ([device("kernel", "gemm", 5, 9, 1)], "at most 0: nothing to group"),
+        (copies(3), "at most 3: nothing to group"),
+        (copies(12), "1 host-bound burst of 12 copies"),
+        (copies(12, whole=True), "grouping saves time"),
+    ],
+    ids=["host only", "no copies", "three", "one burst", "whole us"],
+)
+def test_it_runs_on_any_trace(read, tmp_path, events, sentence):
+    path = write(tmp_path / "my.json", {"traceEvents": events})
+    said, _ = read(trace_path=str(path))
+    assert sentence in said
+
+
+def test_names_meant_to_harm_stay_text(read, tmp_path):
+    events = [
+        event | {"name": event["name"] + HARM * (event["cat"] == "cuda_runtime")} for event in copies(12)
+    ]
+    path = tmp_path / "$x$ <b>.json"
+    write(path, {"traceEvents": events, "deviceProperties": [{"id": 0, "name": HARM}]})
+    said, shown = read(trace_path=str(path))
+    pages = [data["text/html"] for data in shown if "text/html" in data]
+    assert "cudaMemcpyAsync" in "".join(pages) and not any("<script" in page for page in pages)
+    assert all("mathjax_ignore" in page and len(page) < 20_000 for page in pages)
+    assert "\x1b" not in said and "\u202e" not in said
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("none.json", "No such file"),
+        ("folder", "a folder"),
+        ("my.nsys-rep", "export it"),
+        ("bad.json", "JSON"),
+    ],
+)
+def test_what_cannot_be_read_is_one_line(read, tmp_path, name, said):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "my.nsys-rep").write_bytes(b"x")
+    (tmp_path / "bad.json").write_text('{"traceEvents": [', encoding="utf-8")
+    with pytest.raises(ParameterError, match=rf"^trace_path: [^\n]*{said}[^\n]*$"):
+        read(trace_path=str(tmp_path / name))
+
+
+def test_a_trace_is_written_for_perfetto_but_never_over_itself(read, tmp_path):
+    path = write(tmp_path / "my.json", {"traceEvents": copies(5), "environment": "PASSWORD"})
+    read(trace_path=str(path), perfetto_path=str(tmp_path / "out.json"))
+    assert len(load_trace(tmp_path / "out.json")) == 15
+    assert "PASSWORD" not in (tmp_path / "out.json").read_text(encoding="utf-8")
+    before = path.read_bytes()
+    for wrong in (path, tmp_path / "none" / "out.json"):
+        with pytest.raises(ParameterError, match=r"^perfetto_path: "):
+            read(trace_path=str(path), perfetto_path=str(wrong))
+    assert path.read_bytes() == before and json.loads(before)["environment"]
