@@ -33,7 +33,7 @@ ANSWER = """Before a CUDA graph is replayed, the step's inputs are copied into i
 step of speculative decoding. Grouping the small fields by dtype and leaving the large one to a driver memcpy
 fills the same buffers, bit for bit, with far fewer launches."""
 KINDS = {
-    "counted": "by PyTorch's rules from shapes, strides and dtypes: a prediction until a profiler saw it",
+    "counted": "by PyTorch's rules, from shapes and dtypes: a prediction until a profiler has seen it",
     "measured": "timed in this run, on this machine",
     "recorded": "read from a file, measured on the device it names",
     "modelled": "from the device model, with the profile and the error it names",

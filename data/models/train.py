@@ -203,7 +203,7 @@ def main() -> None:
     (output / "tiny.safetensors").write_bytes(weights)
     checksum = hashlib.sha256(weights).hexdigest()  # `load_trained` compares it; so does `sha256sum -c`
     (output / "tiny.sha256").write_text(f"{checksum}  tiny.safetensors\n", encoding="ascii")
-    with open(output / "training_log.csv", "w", newline="") as file:
+    with open(output / "training_log.csv", "w", encoding="ascii", newline="") as file:
         writer = csv.DictWriter(file, ["model", "step", "loss", "feature", "last"])
         writer.writeheader()
         writer.writerows(log)
