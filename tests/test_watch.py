@@ -277,6 +277,20 @@ def test_uploads_and_conversions_are_seen_in_inference_mode_too(mode):
     assert [launch.kind for launch in seen.launches()] == ["elementwise", "htod"]
 
 
+def test_buffers_whose_names_end_alike_are_all_suggested():
+    one, other = SglangDraft("cpu").buffers, SglangDraft("cpu").buffers
+    rows = [torch.zeros(8), torch.zeros(8)]
+    with watch() as seen:
+        one.seq_lens[:4] = torch.arange(4)
+        other.seq_lens[:4] = torch.arange(4)
+        for row in rows:
+            row[:4].copy_(torch.ones(4))
+    lines = seen.suggest().lines
+    scope = {"one": one, "other": other, "row": row, "ReplayCopies": ReplayCopies, "StaticInput": StaticInput}
+    exec(lines.splitlines()[0] + "".join(lines.splitlines()[1:-1]), scope)
+    assert list(scope["copies"].fields) == ["seq_lens", "other_seq_lens", "row", "row_3"]
+
+
 def test_what_has_no_name_is_counted_and_not_suggested():
     with watch() as seen:
         torch.zeros(4)[:2].copy_(torch.ones(2))
