@@ -139,6 +139,7 @@ REFUSED = {
     "from the host": (torch.empty(4, device="meta"), ONE),
     "sparse": (torch.eye(2), torch.eye(2).to_sparse()),
     "five dimensions": (torch.ones(2, 2, 2, 2, 2), torch.ones(2, 2, 2, 2, 2).permute(4, 3, 2, 1, 0)),
+    "fewer elements": (ONE, ONE[:2]),
     "two GiB": (torch.empty(2**31, dtype=INT8, device="meta"),) * 2,
 }
 TAKEN = {
@@ -161,6 +162,11 @@ def test_left_to_copy(name: str):
     assert describe(*REFUSED[name]) is None
     with pytest.raises(ValueError, match="pair 1: expected one that `describe` takes"):
         FusedLaunch([ONE.clone(), REFUSED[name][0]], [ONE, REFUSED[name][1]])
+
+
+def test_a_destination_without_a_source_is_refused():
+    with pytest.raises(ValueError, match="shorter"):
+        FusedLaunch([ONE.clone(), ONE.clone()], [ONE])
 
 
 @pytest.mark.parametrize("name", TAKEN)
