@@ -45,17 +45,17 @@ class Description(NamedTuple):
 
 
 def describe(dst: Tensor, src: Tensor) -> Description | None:
-    """Describe a pair of one shape for the kernel; None for what stays with `copy_`.
+    """Describe a pair for the kernel; None for what stays with `copy_`.
 
-    That is: empty pairs and those of 2 GiB; partners on two devices; strides in more than four dimensions; a
-    conj or neg bit; no memory of its own; conversions to bool, from and to complex and fp8, and of a float to
-    an integer, whose result C++ or the device is free to choose. A source on `meta` stands for one of its
-    dtype and strides.
+    That is: unequal shapes; empty pairs and 2 GiB; partners on two devices; strides in more than four
+    dimensions; a conj or neg bit; no memory of its own; conversions to bool, from and to complex and fp8, and
+    of a float to an integer, whose result C++ or the device is free to choose. A source on `meta` stands for
+    one of its dtype and strides.
     """
     types = _types(dst.dtype, src.dtype)
     if types is None or not _is_plain(dst) or not _is_plain(src):
         return None
-    if src.device != dst.device and not src.is_meta:
+    if src.shape != dst.shape or (src.device != dst.device and not src.is_meta):
         return None
     dims = ()
     if not dst.is_contiguous() or not src.is_contiguous():
@@ -182,7 +182,7 @@ class FusedLaunch:
     """
 
     def __init__(self, dsts: Sequence[Tensor], srcs: Sequence[Tensor]) -> None:
-        pairs = list(map(describe, dsts, srcs))
+        pairs = [describe(dst, src) for dst, src in zip(dsts, srcs, strict=True)]
         if None in pairs:
             raise ValueError(f"pair {pairs.index(None)}: expected one that `describe` takes")
         self.dsts = list(dsts)

@@ -25,6 +25,9 @@ class HostFields(dict):
         expected = f"one of {', '.join(self)}" if self else "an open step, this one is over"
         raise LookupError(f"{name}: expected {expected}")
 
+    def __setitem__(self, name: str, values) -> None:
+        self[name][...] = values  # into the view: in its place they would never be uploaded
+
 
 class PackedInputs:
     """Static buffers in one block of device memory, filled from a ring of blocks on the host.
@@ -34,6 +37,7 @@ class PackedInputs:
     read-only until lent again (slices that were kept are not: numpy gives each its own flag).
     """
 
+    @torch.inference_mode(False)  # what is made in inference mode could not be written outside of it
     def __init__(self, fields: dict[str, tuple], device: torch.device | str) -> None:
         self._fields = {name: _field(name, *field) for name, field in fields.items()}
         self._pads = {name: pad for name, (_, _, pad) in fields.items() if pad is not None}
@@ -51,11 +55,7 @@ class PackedInputs:
         }
 
     def _block(self) -> tuple:
-        memory = torch.zeros(
-            len(self._memory),
-            dtype=torch.uint8,
-            pin_memory=self._memory.is_cuda,
-        )
+        memory = torch.zeros(len(self._memory), dtype=torch.uint8, pin_memory=self._memory.is_cuda)
         # numpy makes a view writeable again only if its base is: hence views of views.
         views = {name: view.numpy()[...] for name, view in self._views(memory).items()}
         return memory, views, self._streams.Event()  # the event of the last upload

@@ -30,8 +30,10 @@ class Sighting(NamedTuple):
     shape: torch.Size
 
     @property
-    def name(self) -> str:
-        return re.findall(r"\w+", self.buffer)[-1]
+    def memory(self) -> tuple:
+        """Tells buffers apart; the variable of a loop is one expression for many."""
+        storage, *_ = self.place
+        return self.buffer, storage
 
     @property
     def dim(self) -> int:
@@ -67,7 +69,7 @@ def suggest(sightings: Sequence[Sighting]) -> Suggestion:
 
     Both take what fills the same buffers along as padding. What belongs to no field stays as it is.
     """
-    pads = {one.buffer: one.call.value for one in sightings if one.call.op == "fill_"}
+    pads = {one.memory: one.call.value for one in sightings if one.call.op == "fill_"}
     fields = {}
     for one in sightings:
         if one.origin is not None and one.buffer:
@@ -75,11 +77,11 @@ def suggest(sightings: Sequence[Sighting]) -> Suggestion:
     device, host, pairs = {}, {}, []
     for one in fields.values():
         if one.origin.device != one.dst.device:
-            host.setdefault(one.buffer, one)
+            host.setdefault(one.memory, one)
             continue
-        device.setdefault(one.buffer, one)
+        device.setdefault(one.memory, one)
         pairs.append((one.dst, one.origin))
-        if one.buffer in pads:
+        if one.memory in pads:
             padding = torch.empty_strided(
                 one.dst.shape,
                 one.dst.stride(),
@@ -97,43 +99,54 @@ def suggest(sightings: Sequence[Sighting]) -> Suggestion:
 
 def unrelated(sightings: Sequence[Sighting], fields: Collection[Sighting]) -> list[Call]:
     """Fills of buffers that nothing is copied into, and new tensors that are not copied on."""
-    buffers = {one.buffer for one in fields}
+    buffers = {one.memory for one in fields}
     origins = {id(one.origin) for one in fields}
     calls = {}
     for one in sightings:
-        spare_fill = one.call.op == "fill_" and one.buffer not in buffers
+        spare_fill = one.call.op == "fill_" and one.memory not in buffers
         spare_tensor = not one.buffer and id(one.origin) not in origins
         if spare_fill or spare_tensor:
             calls[id(one.call)] = one.call
     return list(calls.values())
 
 
-def replay_copies(fields: Collection[Sighting], pads: Mapping[str, float]) -> list[str]:
+def named(fields: Collection[Sighting]) -> dict[str, Sighting]:
+    """By the last word of the expression, and more of it where two end alike."""
+    names = {}
+    for one in fields:
+        *before, name = re.findall(r"\w+", one.buffer)
+        while name in names:
+            name = f"{before.pop()}_{name}" if before else f"{name}_{len(names)}"
+        names[name] = one
+    return names
+
+
+def replay_copies(fields: Collection[Sighting], pads: Mapping[tuple, float]) -> list[str]:
     """The rows a request are a guess: those of a field over the fewest of any field."""
     requests = max(min((one.rows for one in fields), default=1), 1)
     lines = []
-    for one in fields:
+    for name, one in named(fields).items():
         rows, extra = divmod(one.rows, requests)
         arguments = [
             one.buffer + one.part(extra),
             f"rows={rows}",
-            f"pad={pads.get(one.buffer)}",
+            f"pad={pads.get(one.memory)}",
         ]
         if one.dim:
             arguments.append(f"dim={one.dim}")
         static = f"StaticInput({', '.join(arguments)})"
-        lines.append(f'    "{one.name}": {static},')
+        lines.append(f'    "{name}": {static},')
     if not lines:
         return []
     return ["copies = ReplayCopies({", *lines, "})", "copies(inputs, batch_size, captured)  # every step"]
 
 
-def packed_inputs(fields: Collection[Sighting], pads: Mapping[str, float]) -> list[str]:
+def packed_inputs(fields: Collection[Sighting], pads: Mapping[tuple, float]) -> list[str]:
     lines = []
-    for one in fields:
-        pad = pads.get(one.buffer)
+    for name, one in named(fields).items():
+        pad = pads.get(one.memory)
         shape = tuple(one.shape)
-        lines.append(f'    "{one.name}": ({shape}, {one.dst.dtype}, {pad}),')
+        lines.append(f'    "{name}": ({shape}, {one.dst.dtype}, {pad}),')
     if not lines:
         return []
     step = "with packed.step() as host:  # every step; the graph reads packed.device"

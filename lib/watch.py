@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import linecache
+import os
 import sys
 import weakref
 from collections.abc import Iterator, Mapping
@@ -29,6 +30,8 @@ from types import FrameType, ModuleType
 import pandas as pd
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lib.checks import elements
@@ -36,7 +39,8 @@ from lib.copies import Call
 from lib.launches import Launch, explain, launches
 from lib.suggest import Sighting, Suggestion, suggest
 
-LIBRARIES = (torch.__path__[0], contextlib.__file__, __file__)
+LIBRARIES = (f"{torch.__path__[0]}{os.sep}", contextlib.__file__, __file__)
+REFERENCES = 3  # to a frame's variables that nobody else holds: the frame's, ours, getrefcount's
 aten = torch.ops.aten
 
 
@@ -82,12 +86,14 @@ class Recorder(TorchDispatchMode):
         self.made = {}  # by an upload or conversion: elements of the new tensor -> (it, weakly; its source)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
         operator = func.overloadpacket
+        if operator is aten.to:  # in inference mode it comes whole
+            with self:
+                return func.decompose(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if operator in READERS:
             call = Call(*READERS[operator](result, *args))
-            layouts = {tensor.layout for tensor in (*call.dsts, *call.srcs)}
-            if layouts == {torch.strided}:
+            if all(map(has_memory, (*call.dsts, *call.srcs))):
                 self.note(call, operator is aten._to_copy)
         return result
 
@@ -136,8 +142,10 @@ class Recorder(TorchDispatchMode):
         rank = (False, 0)
         while frame is not None and not rank[0]:
             for path, tensor in tensors_in(variables(frame)):
+                if not holds(tensor, dst):
+                    continue
                 found = (not path.isidentifier(), tensor.numel())
-                if found >= rank and holds(tensor, dst):
+                if found >= rank:
                     best, shape, rank = path, tensor.shape, found
             frame = None if frame is self.outermost else frame.f_back
         return best, shape
@@ -153,28 +161,48 @@ def caller() -> FrameType:
 
 def variables(frame: FrameType) -> dict:
     """A copy; emptied is the dictionary in which Python before 3.13 would keep them alive with the frame."""
-    found = dict(frame.f_locals)
-    if frame.f_code.co_flags & CO_OPTIMIZED and isinstance(frame.f_locals, dict):
-        frame.f_locals.clear()
+    scope = frame.f_locals
+    found = dict(scope)
+    held_by_code = sys.getrefcount(scope) > REFERENCES  # what `locals()` gave it
+    if frame.f_code.co_flags & CO_OPTIMIZED and isinstance(scope, dict) and not held_by_code:
+        scope.clear()
     return found
 
 
 def tensors_in(scope: Mapping, depth: int = 2) -> Iterator[tuple[str, Tensor]]:
-    """Tensors among variables, in dictionaries, and in attributes and those of these."""
+    """Tensors among variables, in dictionaries, and in attributes and those of these.
+
+    Objects are not asked for their class or attributes: a proxy would answer, or raise.
+    """
     for name, value in list(scope.items()):
-        if isinstance(value, Tensor):
+        kind = type(value)
+        if issubclass(kind, Tensor):
             yield name, value
-        elif isinstance(value, dict):
-            for key, item in list(value.items()):
-                if isinstance(item, Tensor):
+        elif issubclass(kind, dict):
+            for key, item in list(dict.items(value)):
+                if issubclass(type(item), Tensor):
                     yield f"{name}[{key!r}]", item
-        elif depth and hasattr(value, "__dict__") and not isinstance(value, ModuleType | type):
-            for path, item in tensors_in(vars(value), depth - 1):
+        elif depth and not issubclass(kind, ModuleType | type):
+            for path, item in tensors_in(attributes(value), depth - 1):
                 yield f"{name}.{path}", item
 
 
+def attributes(value: object) -> Mapping:
+    try:
+        return object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
+
+
+def has_memory(t: Tensor) -> bool:
+    """Whether shape and strides say where it lies: not of a nested tensor, a lazy module, or under `vmap`."""
+    if t.layout != torch.strided or t.is_nested or t.is_quantized or is_lazy(t):
+        return False
+    return not is_functorch_wrapped_tensor(t)
+
+
 def holds(buffer: Tensor, view: Tensor) -> bool:
-    if buffer.layout != torch.strided or buffer.dtype != view.dtype:
+    if not has_memory(buffer) or buffer.dtype != view.dtype:
         return False
     same_storage = elements(buffer)[0] == elements(view)[0]
     offset = view.storage_offset() - buffer.storage_offset()

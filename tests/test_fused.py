@@ -47,7 +47,7 @@ def _without_denormals(bfloats: Tensor) -> None:
 
 @needs_triton
 @pytest.mark.filterwarnings("ignore:Casting complex values", "ignore:ComplexHalf", "ignore:.*in cast")
-@given(pairs(mutations=("", "", "", "interleaved"), max_pairs=5))
+@given(pairs(mutations=(None, None, None, 9), max_pairs=5))
 @properties(CASES)
 def test_bytes_are_those_of_a_loop_of_copy(case: Pairs):
     """All bits of all dtypes, but the payload of a NaN that is converted: each device has its own."""
@@ -56,7 +56,7 @@ def test_bytes_are_those_of_a_loop_of_copy(case: Pairs):
         if src.dtype == torch.bfloat16:
             _without_denormals(src)
     settle = partial(_settle, [dst for dst, src in zip(dsts, srcs) if dst.dtype != src.dtype])
-    assert_copies_or_refuses(copy, dsts, srcs, settle=settle)
+    assert_copies_or_refuses((dsts, srcs), copy, settle=settle)
 
 
 def _settle(converted: list[Tensor]) -> None:
@@ -139,6 +139,7 @@ REFUSED = {
     "from the host": (torch.empty(4, device="meta"), ONE),
     "sparse": (torch.eye(2), torch.eye(2).to_sparse()),
     "five dimensions": (torch.ones(2, 2, 2, 2, 2), torch.ones(2, 2, 2, 2, 2).permute(4, 3, 2, 1, 0)),
+    "fewer elements": (ONE, ONE[:2]),
     "two GiB": (torch.empty(2**31, dtype=INT8, device="meta"),) * 2,
 }
 TAKEN = {
@@ -161,6 +162,11 @@ def test_left_to_copy(name: str):
     assert describe(*REFUSED[name]) is None
     with pytest.raises(ValueError, match="pair 1: expected one that `describe` takes"):
         FusedLaunch([ONE.clone(), REFUSED[name][0]], [ONE, REFUSED[name][1]])
+
+
+def test_a_destination_without_a_source_is_refused():
+    with pytest.raises(ValueError, match="shorter"):
+        FusedLaunch([ONE.clone(), ONE.clone()], [ONE])
 
 
 @pytest.mark.parametrize("name", TAKEN)

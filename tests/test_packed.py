@@ -96,6 +96,29 @@ def test_writing_outside_a_step_is_refused():
     assert packed.device["slots"].tolist() == [-1] * 8
 
 
+def test_what_is_assigned_whole_is_uploaded_and_a_name_is_checked():
+    packed = PackedInputs(FIELDS, "cpu")
+    with packed.step() as host:
+        host["slots"] = np.arange(8)
+        host["weights"] += 1
+        with pytest.raises(LookupError, match="slot: expected one of input_ids, slots"):
+            host["slot"] = np.arange(8)
+        with pytest.raises(ValueError, match="broadcast"):
+            host["input_ids"] = [1, 2, 3]
+    assert packed.device["slots"].tolist() == list(range(8))
+    assert packed.device["weights"].tolist() == [1.5] * 3
+    with pytest.raises(LookupError, match=r"slots: .*over"):
+        host["slots"] = np.arange(8)
+
+
+def test_what_is_made_in_inference_mode_serves_outside():
+    with torch.inference_mode():
+        packed = PackedInputs(FIELDS, "cpu")
+    with packed.step() as host:
+        host["slots"][:2] = 6
+    assert packed.device["slots"].tolist() == [6, 6] + [-1] * 6
+
+
 def test_steps_do_not_nest():
     packed = PackedInputs(FIELDS, "cpu")
     with pytest.raises(RuntimeError, match="a step is open"), packed.step(), packed.step():

@@ -10,6 +10,8 @@ import torch
 from engine_sections import SECTIONS, SglangDraft
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from lib.copies import ReplayCopies, StaticInput
 from lib.engines import engines
@@ -202,6 +204,91 @@ def test_sparse_and_lazy_tensors_pass():
         sparse.copy_(torch.eye(2).to_sparse())
         complex_.copy_(torch.ones(2, dtype=torch.complex64).conj())
     assert [launch.kind for launch in seen.launches()] == ["elementwise"]
+
+
+class Proxy:
+    """One that is bound to nothing yet."""
+
+    @property
+    def __class__(self):
+        raise RuntimeError("unbound")
+
+
+class Remote:
+    __slots__ = ()
+
+    def __getattr__(self, name):
+        raise RuntimeError(f"remote call: {name}")
+
+
+class Lazy(dict):
+    def items(self):
+        raise RuntimeError("loads everything")
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize(
+    "make",
+    [
+        Proxy,
+        Remote,
+        lambda: Lazy(a=1),
+        torch.nn.LazyLinear(2).parameters().__next__,
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        lambda: torch.quantize_per_tensor(torch.zeros(3), 0.1, 0, torch.qint8),
+    ],
+)
+def test_whatever_else_the_code_holds_is_left_alone(make):
+    buffer, other = torch.zeros(4), make()
+    with watch() as seen:
+        buffer.copy_(torch.ones(4))
+        if issubclass(type(other), Tensor) and not is_lazy(other):
+            other.clone().copy_(other)
+    assert buffer.tolist() == [1] * 4 and len(seen.launches()) == 1
+    assert seen.sightings[0].buffer == "buffer"
+
+
+def test_copies_under_vmap_pass():
+    def filled(row):
+        return torch.empty_like(row).copy_(row)
+
+    with watch():
+        assert torch.vmap(filled)(torch.ones(3, 4)).eq(1).all()
+
+
+def test_variables_that_the_code_asked_for_stay():
+    def code():
+        buffer, scope = torch.zeros(4), locals()
+        buffer.copy_(torch.ones(4))
+        return scope["buffer"]
+
+    with watch():
+        assert code().tolist() == [1] * 4
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_uploads_and_conversions_are_seen_in_inference_mode_too(mode):
+    source = torch.arange(4)
+    with watch() as seen, mode():
+        converted = source.to(torch.int32)
+        uploaded = source.to("meta")
+        assert source.to(torch.int64) is source
+    assert converted.dtype == torch.int32 and uploaded.is_meta
+    assert [launch.kind for launch in seen.launches()] == ["elementwise", "htod"]
+
+
+def test_buffers_whose_names_end_alike_are_all_suggested():
+    one, other = SglangDraft("cpu").buffers, SglangDraft("cpu").buffers
+    rows = [torch.zeros(8), torch.zeros(8)]
+    with watch() as seen:
+        one.seq_lens[:4] = torch.arange(4)
+        other.seq_lens[:4] = torch.arange(4)
+        for row in rows:
+            row[:4].copy_(torch.ones(4))
+    lines = seen.suggest().lines
+    scope = {"one": one, "other": other, "row": row, "ReplayCopies": ReplayCopies, "StaticInput": StaticInput}
+    exec(lines.splitlines()[0] + "".join(lines.splitlines()[1:-1]), scope)
+    assert list(scope["copies"].fields) == ["seq_lens", "other_seq_lens", "row", "row_3"]
 
 
 def test_what_has_no_name_is_counted_and_not_suggested():
