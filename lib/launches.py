@@ -133,10 +133,10 @@ def slow_because(dsts: Tensors, srcs: Tensors) -> str | None:
     device = dsts[0].device
     for i, (dst, src) in enumerate(zip(dsts, srcs)):
         dtypes = f"{src.dtype} to {dst.dtype}"
-        same_device = src.is_meta or src.device == dst.device
         if dtypes != first:
             return f"pair {i}: {dtypes}, the first {first}"
-        if dst.device != device or not same_device:
+        devices = {dst.device, device if src.is_meta else src.device}
+        if devices != {device}:
             return f"pair {i}: from {src.device} to {dst.device}, the first is on {device}"
         if dst.shape != src.shape:
             return f"pair {i}: shapes {tuple(dst.shape)}, {tuple(src.shape)}"

@@ -49,16 +49,20 @@ class PackedInputs:
         self._host = HostFields()
 
     def _views(self, memory: torch.Tensor) -> dict[str, torch.Tensor]:
-        contents = zip(self._fields.items(), memory.split(self._rooms))
-        return {
-            name: room[: field.nbytes].view(field.dtype).view(field.shape) for (name, field), room in contents
-        }
+        views = {}
+        for room, (name, field) in zip(memory.split(self._rooms), self._fields.items()):
+            content = room[: field.nbytes]
+            views[name] = content.view(field.dtype).view(field.shape)
+        return views
 
     def _block(self) -> tuple:
-        memory = torch.zeros(len(self._memory), dtype=torch.uint8, pin_memory=self._memory.is_cuda)
-        # numpy makes a view writeable again only if its base is: hence views of views.
-        views = {name: view.numpy()[...] for name, view in self._views(memory).items()}
-        return memory, views, self._streams.Event()  # the event of the last upload
+        pinned = self._memory.is_cuda
+        memory = torch.zeros(len(self._memory), dtype=torch.uint8, pin_memory=pinned)
+        views = {}
+        for name, view in self._views(memory).items():
+            views[name] = view.numpy()[...]  # numpy makes a view writeable again only if its base is
+        last_upload = self._streams.Event()
+        return memory, views, last_upload
 
     @contextmanager
     def step(self) -> Iterator[HostFields]:
@@ -79,15 +83,11 @@ class PackedInputs:
             for view in views.values():
                 view.setflags(False)
         self._memory.copy_(memory, non_blocking=True)
-        event.record(self._streams.current_stream(self._memory.device))
+        stream = self._streams.current_stream(self._memory.device)
+        event.record(stream)
 
 
-def _field(
-    name: str,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    pad: float | None,
-) -> torch.Tensor:
+def _field(name: str, shape: tuple, dtype: torch.dtype, pad: float | None) -> torch.Tensor:
     """A tensor like the field. ValueError if there can be none, on the host or of that pad."""
     pad = pad or 0
     try:

@@ -119,7 +119,10 @@ class Lab:
             return evidence.attrs["label"]
         if hasattr(evidence, "label"):
             return evidence.label()
-        on = {"measured": self.on, "counted": "by PyTorch's rules, for any CUDA device"}
+        on = {
+            "measured": self.on,
+            "counted": "by PyTorch's rules, for any CUDA device",
+        }
         return label(evidence, on[evidence]) if evidence in on else evidence
 
     def show(self, fig: Figure, name: str, alt: str, evidence: object = "measured") -> None:
