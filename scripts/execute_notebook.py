@@ -35,6 +35,11 @@ RESULT_MIME = "application/vnd.replay-copy.result+json"
 CLAIM_MARK = "✓ "
 PEAK_LIMIT_MB = 1500
 CELL_SECONDS = 900
+# Our watcher of the parent process, and 1 for ipykernel's: none. See end_with_parent.py.
+END_WITH_PARENT = [
+    "--InteractiveShellApp.extra_extensions=scripts.end_with_parent",
+    "--IPKernelApp.parent_handle=1",
+]
 SHOWS = re.compile(r"^(?:\w+\.)?show\(", re.M)  # a line that shows a figure whenever its cell runs
 
 # A kernel sees this environment and this checkout, whatever is set where it is started: no other kernel that
@@ -143,7 +148,7 @@ def execute(
                 execution_timeout=CELL_SECONDS,
                 iopub_timeout=CELL_SECONDS,  # the default, 4 s, is too short on a busy machine
                 shutdown_kernel="immediate",  # else a busy kernel keeps Ctrl-C waiting
-                extra_arguments=["--InteractiveShellApp.extra_extensions=scripts.end_with_parent"],
+                extra_arguments=END_WITH_PARENT,
                 on_notebook_start=lambda notebook: at.update(notebook=notebook),
                 on_cell_executed=lambda **_: memory.look(),
                 on_cell_start=lambda cell, cell_index: at.update(index=cell_index),
