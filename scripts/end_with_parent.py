@@ -1,8 +1,8 @@
 """Ends a process when its parent is gone: killed, say, without a chance to tell.
 
-Every kernel of a run loads this as an IPython extension. ipykernel's own watcher leaves behind what the kernel
-has started, and waits for process 1 to be its parent, which that never becomes where a session manager takes
-orphans in.
+Every kernel of a run loads this as an IPython extension. ipykernel's own watcher leaves behind what the
+kernel has started, and waits for process 1 to be its parent, which that never becomes where a session manager
+takes orphans in.
 """
 
 from __future__ import annotations
