@@ -121,10 +121,15 @@ class Engine:
                 field.buffer = self.fields[field.same_as].buffer
         self.comes_padded = any(row["pad_writes"] == "batch" for row in rows)
 
+    def requests(self, batch_size: int, captured: int) -> int:
+        if not 0 < batch_size <= captured <= MAX_BATCH_SIZE:
+            raise ValueError(f"expected 1 to {MAX_BATCH_SIZE} requests, got {batch_size} of {captured}")
+        return captured if self.comes_padded else batch_size
+
     def step(self, batch_size: int, captured: int) -> Step:
         """What its buffers need for a batch in a graph captured for `captured` requests."""
         step = Step()
-        requests = captured if self.comes_padded else batch_size
+        requests = self.requests(batch_size, captured)
         for name, field in self.fields.items():
             step.fills += field.fills(requests, captured)
             step.pads += field.pads(requests, captured)
@@ -144,7 +149,7 @@ class Engine:
 
     def calls(self, batch_size: int, captured: int, route: str = "") -> list[Call]:
         """As made today; by `ReplayCopies` with a route of ROUTES; "packed": the host's in one upload."""
-        requests = captured if self.comes_padded else batch_size
+        requests = self.requests(batch_size, captured)
         device_route = "copy_plan" if route == "packed" else route
         made, packed_bytes = [], 0
         together = defaultdict(list)

@@ -59,6 +59,13 @@ def test_static_inputs_are_what_replay_copies_needs(name):
     assert [launch.kind for launch in launches(made)] == [launch.kind for launch in launches(counted)]
 
 
+@pytest.mark.parametrize("sizes", [(0, 4), (4, 3), (65, 65)])
+def test_batches_that_no_buffer_holds_are_refused(sizes):
+    for make in (ENGINES["nano-vllm"].calls, ENGINES["nano-vllm"].step):
+        with pytest.raises(ValueError, match=f"expected 1 to 64 requests, got {sizes[0]} of {sizes[1]}"):
+            make(*sizes)
+
+
 def test_the_table_has_every_engine_by_kind():
     counted = table()
     assert set(counted.engine) == set(ENGINES)
