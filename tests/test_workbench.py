@@ -72,6 +72,15 @@ def test_a_step_is_copies_graph_verify_copies_graph(regime):
     assert 1200 < step.step_us(copies, V100, times, regime) < 1600
 
 
+def test_what_is_compared_begins_at_one_time_where_the_host_is_ahead():
+    times = dict.fromkeys(step.GRAPHS, 100.0)
+    ends = []
+    for way in ("per_copy", "no_copy"):
+        _, stream = step.step_lanes(built(way), V100, times, AHEAD).values()
+        ends.append(stream.dur_us.iloc[0])
+    assert ends[0] == pytest.approx(ends[1])  # the step before is not shorter, since fewer calls follow it
+
+
 def test_a_saving_is_smaller_where_the_host_is_ahead_and_a_regime_is_one_of_two():
     waits, ahead = (step.saving(built("per_copy"), built("copy_plan"), V100, r) for r in (WAITS, AHEAD))
     assert waits.low <= waits.middle <= waits.high
@@ -159,6 +168,7 @@ def test_a_race_is_shorter_in_a_quick_run(lab):
 def test_tables_and_results_carry_their_evidence_and_names_stay_text(lab, shown):
     lab.table({"per_copy": {"a": 1, "<b>": 2.25}, "x": {"a": 3}}, "counted")
     assert "counted · " in shown[0]["text/html"] and "&lt;b&gt;" in shown[0]["text/html"]
+    assert "NA&gt;" not in shown[0]["text/html"]  # what is not there is left blank
     lab.publish("rows", [{"a": 1}], "measured", "a note")
     result = {"name": "rows", "value": [{"a": 1}], "kind": "measured", "note": "a note"}
     assert json.loads(json.dumps(shown[1][evidence.RESULT_MIME])) == result

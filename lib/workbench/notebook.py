@@ -168,7 +168,8 @@ class Lab:
             frame = frame.T.convert_dtypes()
         frame = frame.map(lambda cell: plain(cell) if isinstance(cell, str) else cell)
         frame, below = frame.round(digits), self.label(evidence)
-        html = f"{frame.to_html(na_rep='')}<small>{escape(below)}</small>"
+        frame = frame.astype(object).where(frame.notna(), "")  # pandas writes <NA> into some, whatever na_rep
+        html = f"{frame.to_html()}<small>{escape(below)}</small>"
         html = f'<div class="tex2jax_ignore mathjax_ignore">{html}</div>'  # `$` in a name is a dollar
         display({"text/html": html, "text/plain": f"{frame}\n{below}"}, raw=True)
 

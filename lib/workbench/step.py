@@ -69,6 +69,7 @@ class Range:
     def __repr__(self) -> str:
         size = abs(self.middle)
         digits = 0 if size >= 10 else 1 if size >= 1 else 2
+        digits += any(end and not round(end, digits) for end in (self.low, self.high))  # not -0
         return f"{self.middle:.{digits}f}{self.unit} ({self.low:.{digits}f} to {self.high:.{digits}f})"
 
 
@@ -236,9 +237,17 @@ def play(copies: StepCopies, profile: DeviceProfile, times: Times, regime: str) 
 
 
 def step_lanes(
-    copies: StepCopies, profile: DeviceProfile, times: Times, regime: str, longest_us: float = 120.0
+    copies: StepCopies,
+    profile: DeviceProfile,
+    times: Times,
+    regime: str,
+    longest_us: float = 120.0,
+    before_us: float = 250.0,
 ) -> Lanes:
-    """A whole step as lanes. Graphs are cut at `longest_us`, and say how long they are; waits are marked."""
+    """A whole step as lanes. Graphs are cut at `longest_us`, and say how long they are; waits are marked.
+
+    before_us: how long the step before runs at least, where the host is ahead; alike in all that is compared.
+    """
     cut, words = {}, {}
     for graph, time_us in times.items():
         cut[graph] = min(time_us, longest_us)
@@ -250,7 +259,9 @@ def step_lanes(
     name = name.mask(waits, "waits for verify")
     table = table.assign(name=name, kind=kind.mask(waits, "wait"))
     if regime == AHEAD:
-        first_us = table.start_us[table.stream >= 0].min()
+        on_stream = table.stream >= 0
+        first_us = max(table.start_us[on_stream].min(), before_us)
+        table["start_us"] += (first_us - table.start_us[on_stream].min()) * on_stream
         before = table[table.kind == "graph"].iloc[:1]
         before = before.assign(name="the step before", start_us=0.0)
         before = before.assign(dur_us=first_us - profile["gap_us"])
