@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import io
+import itertools
 import os
 import subprocess
 import sys
@@ -69,8 +70,25 @@ def test_numbers_stand_beside_what_is_drawn_and_a_range_across_zero_is_no_claim(
     )
     shown = [text.strip() for text in texts(fig)]
     assert shown == ["3.0 µs (1.0 to 5.0)", "3.0 µs (-1.0 to 5.0): no claim", "2.5", "reported"]
+    fig = plots.values({"a": Range(-11, -34, -0.3)}, "t", "µs")
+    assert texts(fig) == ["-11.0 µs (-34.0 to -0.3)"]  # no -0
     fig = plots.curves({"per_copy": ([1, 2], [3, 4])}, "t", "bytes", "µs", marks={1.5: "the crossing"})
     assert [text.strip() for text in texts(fig)] == ["per_copy", "the crossing"]
+
+
+def test_names_at_the_ends_of_lines_lie_apart():
+    lines = {"a": ([1, 2], [3.0, 5.0]), "b": ([1, 2], [1.0, 4.95]), "c": ([1, 2], [2.0, 1.0])}
+    fig = plots.curves(lines, "t", "x", "y", log=False)
+    plots.png(fig, "measured")
+    fig.canvas.draw()
+    boxes = [text.get_window_extent() for text in fig.axes[0].texts]
+    assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
+
+
+def test_a_busy_machine_does_not_squeeze_what_is_compared():
+    slow = Timing("x", (150.0,) * 3 + (2000.0,) * 2)
+    fig = plots.timings({"per_copy": Timing("per_copy", (30.0,) * 5), "x": slow}, "t", "a step")
+    assert fig.axes[0].get_xlim()[1] < 500 and "150 µs (150 to 2000)" in texts(fig)
 
 
 def figures(name="a name"):

@@ -109,7 +109,7 @@ def blocks(elements: Mapping[str, int]) -> Figure:
     paper = Canvas(f"One launch for {pairs}: {blocks} blocks", height)
     head = {"ha": "left", "fontweight": "bold"}
     paper.say(10, 10, "pairs, cut into chunks of 65,536 elements", **head)
-    paper.say(520, 10, f"{busy} of {MULTIPROCESSORS} multiprocessors work", **head)
+    paper.say(520, 10, f"{busy} of an H100's {MULTIPROCESSORS} multiprocessors work", **head)
     y = 30
     for name, n in elements.items():
         paper.say(140, y + 10, plain(name, 22), ha="right")
@@ -125,9 +125,8 @@ def blocks(elements: Mapping[str, int]) -> Figure:
         row, column = divmod(place, 17)
         fill = FOREACH if place < busy else "white"
         paper.box(520 + 16 * column, 30 + 16 * row, 13, 13, fill)
-    words = "A small pair fills a sliver of its block; a large one gets a block for each 65,536 elements.\n"
-    words += "A driver memcpy of the large one alone can use all of the memory's bandwidth."
-    paper.say(10, height - 18, words, ha="left", color=SOFT)
+    words = "A small pair fills a sliver of its block; a large one gets a block for each 65,536 elements."
+    paper.say(10, height - 10, words, ha="left", color=SOFT)
     return paper.fig
 
 

@@ -24,6 +24,7 @@ import seaborn as sns
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator, MaxNLocator
+from matplotlib.transforms import Affine2D
 
 from lib.launches import KINDS, Launch
 from lib.workbench.evidence import plain
@@ -242,18 +243,31 @@ def curves(
         colour = EVENT_COLOURS.get(name) or STRATEGY_COLOURS.get(name, INK)
         inside = colour if name in EVENT_COLOURS else "white"
         ax.plot(xs, ys, marker=marker, markersize=5, color=colour, markerfacecolor=inside)
-        beside = {"xytext": (8, 0), "textcoords": "offset points", "va": "center"}
-        ax.annotate(wrapped(name, 20, 3), (xs[-1], ys[-1]), **beside)
     if log:
         ax.set_xscale("log", base=2)
         ax.set_yscale("log")
         ax.xaxis.set_major_formatter(lambda size, _: size_name(size))
         ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    _name_ends(ax, lines)
     ax.set_xlabel(xlabel)
     ax.set_ylabel(ylabel)
     _marks(ax, marks)
     return fig
+
+
+def _name_ends(ax: Axes, lines: Mapping[str, Line]) -> None:
+    """The lines' names at their ends, from the lowest on, none on top of another."""
+    ax.autoscale_view()
+    points = ax.transScale + ax.transLimits + Affine2D().scale(200)  # about how many such an axis is high
+    ends = {name: (xs[-1], ys[-1]) for name, (xs, ys) in lines.items()}
+    free = -math.inf
+    for name, end in sorted(ends.items(), key=lambda item: item[1][1]):
+        _, y = points.transform(end)
+        free = max(free, y)
+        beside = {"xytext": (8, free - y), "textcoords": "offset points", "va": "center"}
+        ax.annotate(wrapped(name, 20, 3), end, **beside)
+        free += 13
 
 
 def _marks(ax: Axes, marks: Marks | None) -> None:
@@ -293,6 +307,8 @@ def values(
     fig = new_figure(title, 0.95 + 0.36 * len(numbers))
     ax = fig.subplots()
     lowest = farthest = 0.0
+    # Far outliers of a busy machine would squeeze what is compared.
+    seen = 2 * max(number.middle for number in numbers.values()) if samples else math.inf
     for row, (name, value) in enumerate(numbers.items()):
         is_range = isinstance(value, Range)
         number = value if is_range else Range(value, min(value, 0), max(value, 0))
@@ -303,17 +319,17 @@ def values(
             sns.stripplot(x=samples[name], y=-row - 0.25, ax=ax, **dots)
         ax.hlines(-row, number.low, number.high, color=colour, linewidth=2.6)
         inside = "white" if open_ else colour
-        ax.plot(number.middle, -row, "o", color=colour, markerfacecolor=inside)
+        ax.plot(number.middle, -row, "o", color=colour, markerfacecolor=inside, clip_on=False)
         text = str(value) if is_range else f"{value:.3g}"
         text += ": no claim" if open_ else ""
         beside = {"xytext": (8, 0), "textcoords": "offset points", "va": "center"}
-        ax.annotate(text, (number.high, -row), **beside)
+        beside["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # over a mark's line
+        ax.annotate(text, (min(number.high, seen), -row), **beside)
         lowest = min(lowest, number.low)
         farthest = max(farthest, number.high)
     _rows(ax, numbers)
     ax.axvline(0, color=SOFT, linewidth=1)
-    # Far outliers of a busy machine would squeeze what is compared.
-    ax.set_xlim(lowest * 1.1, farthest * 1.35)
+    ax.set_xlim(lowest * 1.1, min(farthest, seen) * 1.35)
     ax.set_xlabel(xlabel)
     _marks(ax, marks)
     return fig
