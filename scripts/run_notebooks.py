@@ -7,6 +7,7 @@ import base64
 import datetime
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, unquote
 
 from command_line import (
     ROOT,
@@ -34,6 +36,12 @@ device = choose_device(sys.argv[1])
 print(json.dumps({"device": device, "name": device_name(device), "torch": torch.__version__,
                   "python": platform.python_version(), "system": platform.platform()}))
 """
+FOLDED = """{% extends 'lab/index.html.j2' %}
+{% block input_group %}
+{%- if "hide-input" in cell.metadata.get("tags", []) -%}
+<details><summary>code</summary>{{ super() }}</details>
+{%- else -%}{{ super() }}{%- endif -%}
+{% endblock %}"""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -105,16 +113,51 @@ def make_run_folder(output: Path | None, started: datetime.datetime, parser: One
         run = ROOT / "runs" / f"{stamp}-{number}"
 
 
-def keep_files(record: dict[str, Any], executed: Path, run: Path) -> None:
-    """Write the notebook's figures as PNG and its HTML; in the record, a figure's file replaces its bytes."""
+def keep_files(record: dict[str, Any], source: Path, run: Path, stems: set[str]) -> None:
+    """Write the notebook's figures as PNG and its HTML; in the record, a figure's file replaces its bytes.
+
+    stems: of the notebooks of this run, to whose pages links may lead.
+    """
     from nbconvert import HTMLExporter
+
+    executed = run / "notebooks" / source.name
 
     for figure in record["figures"]:
         figure["file"] = f"figures/{record['notebook'][:2]}_{figure['name']}.png"
         (run / figure["file"]).parent.mkdir(exist_ok=True)
         write_whole(run / figure["file"], base64.b64decode(figure.pop("png")))
-    html, _ = HTMLExporter(embed_images=True).from_filename(str(executed))
-    write_whole(executed.with_suffix(".html"), html)
+    html, _ = HTMLExporter(embed_images=True, raw_template=FOLDED).from_filename(str(executed))
+    write_whole(executed.with_suffix(".html"), lead_links(html, source, executed.parent, stems))
+
+
+def lead_links(html: str, source: Path, folder: Path, stems: set[str]) -> str:
+    """Links of a notebook, seen from its page in `folder`: to other pages there, else to the sources."""
+
+    def lead(match: re.Match) -> str:
+        path, sharp, anchor = match[1].partition("#")
+        target = source.parent / unquote(path)
+        if not target.is_file():
+            return match[0]
+        if target.stem in {*stems, "glossary"}:
+            target = folder / f"{target.stem}.html"
+        return f'href="{quote(os.path.relpath(target, folder))}{sharp}{anchor}"'
+
+    return re.sub(r'href="([^":#]+(?:#[^"]*)?)"', lead, html)
+
+
+def write_glossary(source: Path, page: Path) -> None:
+    """The glossary as a page, with the anchors that links to the Markdown file have."""
+    import nbformat
+    from nbconvert import HTMLExporter
+
+    text = nbformat.v4.new_markdown_cell(source.read_text(encoding="utf-8"))
+    notebook = nbformat.v4.new_notebook(cells=[text])
+    html, _ = HTMLExporter().from_notebook_node(notebook, {"metadata": {"name": "Glossary"}})
+
+    def anchor(match: re.Match) -> str:
+        return match[1] + re.sub(r"[^\w-]", "", match[2].lower())
+
+    write_whole(page, re.sub(r'(<h\d id=")([^"]*)', anchor, html))
 
 
 def print_table(records: list[dict[str, Any]], describe: Callable[[dict], str], limit_mb: int) -> None:
@@ -137,6 +180,7 @@ def run_all(notebooks: list[Path], summary: dict[str, Any], run: Path, stop: Sto
     from execute_notebook import execute
 
     records, clock = summary["notebooks"], time.monotonic()
+    stems = {source.stem for source in notebooks}
 
     def save() -> None:
         ended = [record for record in records if record["status"] != "interrupted"]
@@ -149,8 +193,11 @@ def run_all(notebooks: list[Path], summary: dict[str, Any], run: Path, stop: Sto
         executed = run / "notebooks" / source.name
         try:
             save()
+            glossary = source.with_name("glossary.md")
+            if number == 0 and glossary.exists():
+                write_glossary(glossary, run / "notebooks" / "glossary.html")
             record = execute(source, executed, summary["parameters"], stoppable=stop.allowed)
-            keep_files(record, executed, run)
+            keep_files(record, source, run, stems)
             records.append(record)
             save()
         except (OSError, MemoryError) as error:

@@ -147,7 +147,17 @@ def test_each_kind_of_number_says_what_it_stands_on(write):
 
 def test_a_headline_that_no_notebook_published_is_not_run(write):
     text = write(SUMMARY).text
-    assert text.count("not run") == 1  # launches_grouped_foreach_dma
+    assert text.count("not run") == len(report.HEADLINES) - 1  # launches_per_copy was
+
+
+def test_a_range_stands_small_beside_its_number_and_the_mechanism_above_the_notebooks(write):
+    summary = copy.deepcopy(SUMMARY)
+    first = summary["notebooks"][0]
+    first["results"].append(result("modelled_us_saved_v100", "53 µs (3 to 80)", "modelled", "the GPU waits"))
+    first["figures"][0]["name"] = report.FIRST_FIGURE
+    page = write(summary)
+    assert "53\u00a0µs (3 to 80)" in page.text and "the GPU waits" in page.text
+    assert len(page.alts) == 2 and page.text.index("A dot <small>") < page.text.index("Launches")
 
 
 def test_failures_come_first(write):

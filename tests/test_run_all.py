@@ -143,6 +143,27 @@ def test_notebooks_html_and_figures_are_left(mixed):
         assert (run / figure).read_bytes().startswith(b"\x89PNG")
 
 
+def test_set_up_code_is_folded_and_links_lead_to_the_pages_of_the_run(tmp_path):
+    source, run = tmp_path / "notebooks" / "00_a.ipynb", tmp_path / "run"
+    (run / "notebooks").mkdir(parents=True)
+    source.parent.mkdir()
+    for name, text in {"glossary.md": "### DtoD, HtoD\n", "01_b.ipynb": "", "02_c.ipynb": ""}.items():
+        (source.parent / name).write_text(text, encoding="utf-8")
+    links = "[w](glossary.md#dtod-htod) [b](01_b.ipynb#x) [c](02_c.ipynb) [gone](gone.md) [w](https://a.b/c)"
+    hidden = nbformat.v4.new_code_cell("import this", metadata={"tags": ["hide-input"]})
+    cells = [nbformat.v4.new_markdown_cell(links), hidden, nbformat.v4.new_code_cell("shown()")]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), run / "notebooks" / "00_a.ipynb")
+    run_notebooks.keep_files({"notebook": "00_a", "figures": []}, source, run, {"00_a", "01_b"})
+    run_notebooks.write_glossary(source.with_name("glossary.md"), run / "notebooks" / "glossary.html")
+    html = (run / "notebooks" / "00_a.html").read_text(encoding="utf-8")
+    body = html[html.index("<body") :]
+    pages = ["glossary.html#dtod-htod", "01_b.html#x"]
+    found = [*pages, "../../notebooks/02_c.ipynb", "gone.md", "https://a.b/c"]
+    assert [link for link in re.findall(r'href="([^"]+)"', body) if link in found] == found
+    assert body.count("<details>") == 1 and body.index("</details>") < body.index("shown")
+    assert 'id="dtod-htod"' in (run / "notebooks" / "glossary.html").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize(
     ("source", "outputs", "found"),
     [
