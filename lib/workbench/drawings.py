@@ -109,7 +109,8 @@ def blocks(elements: Mapping[str, int]) -> Figure:
     paper = Canvas(f"One launch for {pairs}: {blocks} blocks", height)
     head = {"ha": "left", "fontweight": "bold"}
     paper.say(10, 10, "pairs, cut into chunks of 65,536 elements", **head)
-    paper.say(520, 10, f"{busy} of an H100's {MULTIPROCESSORS} multiprocessors work", **head)
+    words = f"{busy} of an H100's {MULTIPROCESSORS} multiprocessors work"
+    paper.say(520, 10, words, **head)
     y = 30
     for name, n in elements.items():
         paper.say(140, y + 10, plain(name, 22), ha="right")

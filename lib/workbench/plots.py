@@ -259,14 +259,21 @@ def curves(
 def _name_ends(ax: Axes, lines: Mapping[str, Line]) -> None:
     """The lines' names at their ends, from the lowest on, none on top of another."""
     ax.autoscale_view()
-    points = ax.transScale + ax.transLimits + Affine2D().scale(200)  # about how many such an axis is high
-    ends = {name: (xs[-1], ys[-1]) for name, (xs, ys) in lines.items()}
+    height = Affine2D().scale(200)  # of such an axis, in points
+    points = ax.transScale + ax.transLimits + height
+    ends = []
+    for name, (xs, ys) in lines.items():
+        ends.append((ys[-1], xs[-1], name))
     free = -math.inf
-    for name, end in sorted(ends.items(), key=lambda item: item[1][1]):
-        _, y = points.transform(end)
-        free = max(free, y)
-        beside = {"xytext": (8, free - y), "textcoords": "offset points", "va": "center"}
-        ax.annotate(wrapped(name, 20, 3), end, **beside)
+    for y, x, name in sorted(ends):
+        _, place = points.transform((x, y))
+        free = max(free, place)
+        beside = {
+            "xytext": (8, free - place),
+            "textcoords": "offset points",
+            "va": "center",
+        }
+        ax.annotate(wrapped(name, 20, 3), (x, y), **beside)
         free += 13
 
 
@@ -322,8 +329,12 @@ def values(
         ax.plot(number.middle, -row, "o", color=colour, markerfacecolor=inside, clip_on=False)
         text = str(value) if is_range else f"{value:.3g}"
         text += ": no claim" if open_ else ""
-        beside = {"xytext": (8, 0), "textcoords": "offset points", "va": "center"}
-        beside["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # over a mark's line
+        beside = {
+            "xytext": (8, 0),
+            "textcoords": "offset points",
+            "va": "center",
+            "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 0.5},  # over a mark's line
+        }
         ax.annotate(text, (min(number.high, seen), -row), **beside)
         lowest = min(lowest, number.low)
         farthest = max(farthest, number.high)
