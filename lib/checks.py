@@ -25,7 +25,7 @@ def check_pairs(dsts: Tensors, srcs: Tensors, names: Sequence[str] | None = None
     autograd or inference mode forbids to write, that overlaps itself, or that shares bytes with a tensor of
     another pair or in part with its own source. Sources may share memory, and the same pair may stand twice.
 
-    Memory is compared by ranges of bytes, first to last, of a matrix with gaps and up to 64 rows row by row.
+    Memory is compared by ranges of bytes, first to last, of up to 64 rows with gaps in between row by row.
     So columns of one matrix that interleave are refused, although no byte is shared.
     """
     count = len(dsts)
@@ -131,7 +131,7 @@ def elements(tensor: Tensor) -> tuple:
     )
 
 
-def byte_ranges(tensor: Tensor) -> list[tuple[str, int, int]]:
+def byte_ranges(tensor: Tensor, most: int = MAX_ROWS) -> list[tuple[str, int, int]]:
     """Where a tensor lies: an address space, first byte and end, of each row that counts for itself.
 
     On `meta` there are offsets in place of addresses, so that each storage is a space of its own.
@@ -142,17 +142,23 @@ def byte_ranges(tensor: Tensor) -> list[tuple[str, int, int]]:
     first = tensor.data_ptr()
     if tensor.is_contiguous():
         return [(space, first, first + tensor.nbytes)]
-    if has_few_rows(tensor):
+    if has_few_rows(tensor, most):
         rows = tensor.detach().unbind()
-        return [one for row in rows for one in byte_ranges(row)]
+        return [one for row in rows for one in byte_ranges(row, most // len(rows))]
+    end = first + (reach(tensor) + 1) * tensor.element_size()
+    return [(space, first, end)]
+
+
+def has_few_rows(tensor: Tensor, most: int) -> bool:
+    """Whether up to `most` rows lie one after the other with gaps: a slice of a wider tensor."""
+    if tensor.dim() < 2 or len(tensor) > most:
+        return False
+    return tensor.stride(0) > reach(tensor[0])
+
+
+def reach(tensor: Tensor) -> int:
+    """How many elements its last lies behind its first."""
     last = 0
     for size, stride in zip(tensor.shape, tensor.stride()):
         last += (size - 1) * stride
-    return [(space, first, first + (last + 1) * tensor.element_size())]
-
-
-def has_few_rows(tensor: Tensor) -> bool:
-    """Whether this is a matrix of up to 64 rows, one after the other with gaps: a slice of a wider one."""
-    if tensor.dim() != 2 or len(tensor) > MAX_ROWS:
-        return False
-    return tensor.stride(0) >= tensor.shape[1] * tensor.stride(1)
+    return last

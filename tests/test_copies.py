@@ -370,6 +370,16 @@ def test_what_a_section_refuses_is_named_and_nothing_is_written():
     assert same([field.buffer for field in fields.values()], before)
 
 
+@pytest.mark.parametrize("check", ["step", "full"])
+def test_rows_between_other_dimensions_are_padded(check: str):
+    """As of embeddings by layer: (2, tokens, 3)."""
+    field = StaticInput(torch.zeros(2, 8, 3), pad=9, dim=1)
+    src = torch.rand(2, 5, 3)
+    ReplayCopies({"embeds": field}, check=check)({"embeds": src}, 5, 7)
+    assert torch.equal(field.buffer[:, :5], src)
+    assert field.buffer[:, 5:7].eq(9).all() and field.buffer[:, 7:].eq(0).all()
+
+
 def test_a_section_prepares_its_plans_and_keeps_no_more_than_a_thousand():
     fields = section()
     fields["seq_lens"] = StaticInput(torch.zeros(8, dtype=torch.int32), pad=1, source_dtype=torch.int64)
