@@ -123,9 +123,9 @@ class CopyPlan:
     """The same copies step after step: `plan(srcs)`. Views and groups are worked out once.
 
     A source of another dtype or strides, or with a conj or neg bit, is copied right: the step is grouped anew
-    and `misses` counts it. constants: (destination, source) pairs that go along, rows of padding say. route:
-    makes calls of pairs (lib.strategies.ROUTES). check="full" asks on every step where sources lie, too. Of a
-    destination listed twice the later pair is copied. Raises ValueError for destinations as `check_pairs`.
+    and `misses` counts it. constants: (destination, source) pairs that go along, rows of padding say; names
+    may go on to them. route: makes calls of pairs (lib.strategies.ROUTES). check="full" asks on every step
+    where sources lie, too. Of a destination listed twice the later pair is copied. Raises as `check_pairs`.
     """
 
     def __init__(self, dsts, src_dtypes, names=None, constants=(), route=grouped_dma, check="step") -> None:
@@ -138,7 +138,8 @@ class CopyPlan:
         self.maybe_lazy = [i for i, t in enumerate(src_dtypes) if t.is_floating_point or t.is_complex]
         self.constants = [src for _, src in constants]
         self.dsts = [dst.detach() for dst in (*dsts, *(dst for dst, _ in constants))]
-        self.names = [*(names or map(str, range(len(dsts)))), *("constant" for _ in constants)]
+        names = list(names or map(str, range(len(dsts))))
+        self.names = names + ["constant"] * len(constants) if len(names) == len(dsts) else names
         check_pairs(self.dsts, self.dsts[: len(dsts)] + self.constants, self.names)
         self.last = sorted({place(dst): i for i, dst in enumerate(self.dsts)}.values())
         index = {id(src): i for i, src in enumerate(self.stand_ins + self.constants)}
@@ -228,7 +229,7 @@ class ReplayCopies:
         for name, src in given.items():
             if name not in self.fields or not isinstance(src, Tensor):
                 raise ValueError(f"{name}: expected a tensor for one of {list(self.fields)}, got {type(src)}")
-        pads = []
+        pads = {}
         for name, field in self.fields.items():
             if field.required and name not in given:
                 raise ValueError(f"{name}: required field is missing")
@@ -239,14 +240,13 @@ class ReplayCopies:
             end = capacity if self.pad_to == "buffer" else captured
             rows = field.between(first, batch_size if self.pads_stay else end)
             if field.pad is not None:
-                pads.append((rows, torch.full_like(rows, field.pad, dtype=field.source_dtype)))
+                pads[f"padding of {name}"] = rows, torch.full_like(rows, field.pad, dtype=field.source_dtype)
         dsts = [self.fields[name].between(0, batch_size) for name in given]
         dtypes = [self.fields[name].source_dtype or src.dtype for name, src in given.items()]
         if len(self.plans) >= MAX_PLANS:
             self.plans.clear()
-        plan = CopyPlan(dsts, dtypes, list(given), pads, **self.options)
-        self.plans[batch_size, captured, *given] = plan
-        return plan
+        plan = CopyPlan(dsts, dtypes, [*given, *pads], list(pads.values()), **self.options)
+        return self.plans.setdefault((batch_size, captured, *given), plan)
 
 
 try:

@@ -370,6 +370,14 @@ def test_what_a_section_refuses_is_named_and_nothing_is_written():
     assert same([field.buffer for field in fields.values()], before)
 
 
+def test_padding_that_shares_memory_is_named():
+    buffer = torch.zeros(8)
+    shared = ReplayCopies({name: StaticInput(buffer[first:], pad=1) for name, first in (("a", 0), ("b", 1))})
+    with pytest.raises(ValueError, match="padding of a: destination shares memory with b"):
+        shared({"a": torch.ones(1), "b": torch.ones(1)}, 1, 4)
+    assert buffer.eq(0).all()
+
+
 @pytest.mark.parametrize("check", ["step", "full"])
 def test_rows_between_other_dimensions_are_padded(check: str):
     """As of embeddings by layer: (2, tokens, 3)."""
