@@ -7,7 +7,7 @@ SELECT '{table_category}',
         'Memcpy ' || CASE {copyKind} WHEN 1 THEN 'HtoD' WHEN 2 THEN 'DtoH' WHEN 8 THEN 'DtoD' WHEN 10 THEN 'PtoP' END
         || CASE {srcKind} WHEN 0 THEN ' (Pageable' WHEN 1 THEN ' (Pinned' WHEN 2 THEN ' (Device' ELSE ' (?' END
         || CASE {dstKind} WHEN 0 THEN ' -> Pageable)' WHEN 1 THEN ' -> Pinned)' WHEN 2 THEN ' -> Device)' ELSE ' -> ?)' END,
-        '{table_category}') AS TEXT),
+        '{table_category}') AS TEXT) AS name,
     COALESCE([start] || 'e-3', 'nan'),
     COALESCE(([end] - [start]) || 'e-3', 'nan'),
     COALESCE({task} >> 24 & 0xFFFFFF, -1),
