@@ -122,7 +122,8 @@ def foreach_launches(dsts: Tensors, srcs: Tensors, limits: ForeachLimits | None 
     if obstacle is None:
         made = chunked_launches(dsts, limits or foreach_limits())
         # Chunks of one call have the same reason, calls in a row for other dtype pairs have another.
-        reason = f"one kernel for all pairs of {srcs[0].dtype} to {dsts[0].dtype}"
+        dtypes = f"{srcs[0].dtype} to {dsts[0].dtype}"
+        reason = f"one kernel for all pairs of {dtypes}"
         return [replace(launch, reason=reason) for launch in made]
     made = []
     for dst, src in zip(dsts, srcs):
@@ -132,8 +133,9 @@ def foreach_launches(dsts: Tensors, srcs: Tensors, limits: ForeachLimits | None 
 
 def slow_because(dsts: Tensors, srcs: Tensors) -> str | None:
     """What keeps a call off the fused kernel (ForeachUtils.h `can_use_fast_route`, dtypes as of 2026)."""
-    first = f"{srcs[0].dtype} to {dsts[0].dtype}"
-    device = dsts[0].device
+    dst, src = dsts[0], srcs[0]
+    first = f"{src.dtype} to {dst.dtype}"
+    device = dst.device
     for i, (dst, src) in enumerate(zip(dsts, srcs)):
         dtypes = f"{src.dtype} to {dst.dtype}"
         if dtypes != first:
