@@ -142,9 +142,23 @@ def byte_ranges(tensor: Tensor, most: int = MAX_ROWS) -> list[tuple[str, int, in
     first = tensor.data_ptr()
     if tensor.is_contiguous():
         return [(space, first, first + tensor.nbytes)]
-    last, *inner = [(size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())]
-    if inner and len(tensor) <= most and tensor.stride(0) > sum(inner):  # a slice of a wider tensor
+    if has_few_rows(tensor, most):
         rows = tensor.detach().unbind()
         return [one for row in rows for one in byte_ranges(row, most // len(rows))]
-    end = last + sum(inner) + 1
-    return [(space, first, first + end * tensor.element_size())]
+    end = first + (reach(tensor) + 1) * tensor.element_size()
+    return [(space, first, end)]
+
+
+def has_few_rows(tensor: Tensor, most: int) -> bool:
+    """Whether up to `most` rows lie one after the other with gaps: a slice of a wider tensor."""
+    if tensor.dim() < 2 or len(tensor) > most:
+        return False
+    return tensor.stride(0) > reach(tensor[0])
+
+
+def reach(tensor: Tensor) -> int:
+    """How many elements its last lies behind its first."""
+    last = 0
+    for size, stride in zip(tensor.shape, tensor.stride()):
+        last += (size - 1) * stride
+    return last

@@ -120,7 +120,11 @@ def foreach_launches(dsts: Tensors, srcs: Tensors, limits: ForeachLimits | None 
         raise RuntimeError(f"_foreach_copy_: expected equal lists, got {len(dsts)} and {len(srcs)} tensors")
     obstacle = slow_because(dsts, srcs)
     if obstacle is None:
-        return chunked_launches(dsts, limits or foreach_limits())
+        made = chunked_launches(dsts, limits or foreach_limits())
+        # Chunks of one call have the same reason, calls in a row for other dtype pairs have another.
+        dtypes = f"{srcs[0].dtype} to {dsts[0].dtype}"
+        reason = f"one kernel for all pairs of {dtypes}"
+        return [replace(launch, reason=reason) for launch in made]
     made = []
     for dst, src in zip(dsts, srcs):
         made += copy_launches(dst, src)
@@ -129,8 +133,9 @@ def foreach_launches(dsts: Tensors, srcs: Tensors, limits: ForeachLimits | None 
 
 def slow_because(dsts: Tensors, srcs: Tensors) -> str | None:
     """What keeps a call off the fused kernel (ForeachUtils.h `can_use_fast_route`, dtypes as of 2026)."""
-    first = f"{srcs[0].dtype} to {dsts[0].dtype}"
-    device = dsts[0].device
+    dst, src = dsts[0], srcs[0]
+    first = f"{src.dtype} to {dst.dtype}"
+    device = dst.device
     for i, (dst, src) in enumerate(zip(dsts, srcs)):
         dtypes = f"{src.dtype} to {dst.dtype}"
         if dtypes != first:
@@ -177,8 +182,7 @@ def chunked_launches(dsts: Tensors, limits: ForeachLimits) -> list[Launch]:
                 chunks = elements = 0
     if chunks:
         made.append((tensors, elements * dtype.itemsize))
-    reason = f"one kernel for all pairs to {dtype}"
-    return [Launch("foreach", *sizes, reason) for sizes in made]
+    return [Launch("foreach", *sizes, "one kernel") for sizes in made]
 
 
 def obstacles(dst: Tensor, src: Tensor) -> dict[str, str]:

@@ -89,8 +89,10 @@ def choose_machine(device: str, parser: OneLineParser) -> dict[str, str]:
     command = [sys.executable, "-c", MACHINE, device]
     asked = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", errors="replace")
     if asked.returncode:
-        said = asked.stderr.strip().splitlines() or [f"device: torch ended with status {asked.returncode}"]
-        parser.error(f"--{said[-1].removeprefix('ValueError: ')}")
+        said = [f"status {asked.returncode}", *asked.stderr.strip().splitlines()][-1]
+        if said.startswith("ValueError: device"):
+            parser.error(f"--{said.removeprefix('ValueError: ')}")
+        parser.error(f"torch cannot be used here: {said}")
     return json.loads(asked.stdout)
 
 

@@ -281,7 +281,9 @@ def test_nsys_of_2022_nests_calls_and_one_id_twice_doubles_nothing(tmp_path):
     CREATE VIEW NVTX_EVENTS AS WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n)
         SELECT x AS start, x + 1 AS end, 'x' AS text, {77 << 24 | 5} AS globalTid FROM n;
     """
+    script += "UPDATE StringIds SET value = x'6162' WHERE id = 1;"  # bytes, where text is expected
     table = load_trace(nsys(tmp_path / "r.sqlite", (77,), script))
+    assert set(table["name"][table["kind"] == "runtime"]) == {"ab"}
     assert len(table) == 12 and table.attrs["left_out"] == []
     joined = burst_copies(table)
     assert joined["call_us"].tolist() == pytest.approx([0.5] * 4)  # the outer call's, and none is lost

@@ -27,7 +27,7 @@ def read(monkeypatch, capsys):
         names |= {"quick": True} | parameters
         for cell in others:
             exec(cell, names)
-        return capsys.readouterr().out, shown
+        return " ".join(capsys.readouterr().out.split()), shown
 
     return run
 
@@ -36,9 +36,11 @@ def read(monkeypatch, capsys):
     ("name", "sentences"),
     [
         ("v100_ddp_training.pt.trace.json.gz", ["9 queued bursts", "4.7 times as long where the GPU waits"]),
-        ("flux_foreach_slow_mi300x.pt.trace.json.gz", ["because dtypes mix", "cannot carry", "no claim"]),
+        (
+            "flux_foreach_slow_mi300x.pt.trace.json.gz",
+            ["because dtypes mix", "no held-out error", "no claim"],
+        ),
         ("nsys_h100_2gpu.sqlite.gz", ["450 copies come from the host", "do not share", "nothing to group"]),
-        ("resnet_ddp_mi300x.pt.trace.json.gz", ["5 blocked bursts", "may come from pinned host memory"]),
     ],
 )
 def test_it_says_what_a_trace_shows(read, name, sentences):
@@ -52,11 +54,10 @@ def test_it_says_what_a_trace_shows(read, name, sentences):
     [
         ([span("cpu_op", "aten::copy_", 0, 4)], "no GPU event in the file"),
         ([device("kernel", "gemm", 5, 9, 1)], "at most 0: nothing to group"),
-        (copies(3), "at most 3: nothing to group"),
         (copies(12), "1 host-bound burst of 12 copies"),
         (copies(12, whole=True), "grouping saves time"),
     ],
-    ids=["host only", "no copies", "three", "one burst", "whole us"],
+    ids=["host only", "no copies", "one burst", "whole us"],
 )
 def test_it_runs_on_any_trace(read, tmp_path, events, sentence):
     path = write(tmp_path / "my.json", {"traceEvents": events})
@@ -65,14 +66,12 @@ def test_it_runs_on_any_trace(read, tmp_path, events, sentence):
 
 
 def test_names_meant_to_harm_stay_text(read, tmp_path):
-    events = [
-        event | {"name": event["name"] + HARM * (event["cat"] == "cuda_runtime")} for event in copies(12)
-    ]
+    events = [event | {"name": event["name"] + HARM * (event["cat"] == "cpu_op")} for event in copies(12)]
     path = tmp_path / "$x$ <b>.json"
     write(path, {"traceEvents": events, "deviceProperties": [{"id": 0, "name": HARM}]})
     said, shown = read(trace_path=str(path))
     pages = [data["text/html"] for data in shown if "text/html" in data]
-    assert "cudaMemcpyAsync" in "".join(pages) and not any("<script" in page for page in pages)
+    assert "aten::copy_$" in "".join(pages) and not any("<script" in page for page in pages)
     assert all("mathjax_ignore" in page and len(page) < 20_000 for page in pages)
     assert "\x1b" not in said and "\u202e" not in said
 

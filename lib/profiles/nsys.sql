@@ -3,11 +3,11 @@
 -- correlation, bytes. globalTid and globalPid hold process and thread, 24 bits each; correlations count
 -- from 1 in every process. In braces stands a column, or NULL where the table lacks it.
 SELECT '{table_category}',
-    COALESCE({text}, strings.value,
+    CAST(COALESCE({text}, strings.value,
         'Memcpy ' || CASE {copyKind} WHEN 1 THEN 'HtoD' WHEN 2 THEN 'DtoH' WHEN 8 THEN 'DtoD' WHEN 10 THEN 'PtoP' END
         || CASE {srcKind} WHEN 0 THEN ' (Pageable' WHEN 1 THEN ' (Pinned' WHEN 2 THEN ' (Device' ELSE ' (?' END
         || CASE {dstKind} WHEN 0 THEN ' -> Pageable)' WHEN 1 THEN ' -> Pinned)' WHEN 2 THEN ' -> Device)' ELSE ' -> ?)' END,
-        '{table_category}'),
+        '{table_category}') AS TEXT) AS name,
     COALESCE([start] || 'e-3', 'nan'),
     COALESCE(([end] - [start]) || 'e-3', 'nan'),
     COALESCE({task} >> 24 & 0xFFFFFF, -1),
