@@ -202,6 +202,14 @@ def obstacles(dst: Tensor, src: Tensor) -> dict[str, str]:
     return found
 
 
+NO_LAUNCH = Launch(
+    kind="none",
+    n_copies=0,
+    bytes=0,
+    reason="no elements, onto itself, or in host memory",
+)
+
+
 @dataclass(frozen=True)
 class Explanation:
     """How one pair is copied, and what would make it cheaper.
@@ -233,7 +241,7 @@ def explain(calls: Iterable[Call], names: Sequence[str] | None = None) -> list[E
         ends = list(accumulate(launch.n_copies for launch in made))
         served = 0
         for dst, src in zip_longest(call.dsts, call.srcs):
-            launch = Launch("none", 0, 0, "no elements, onto itself, or in host memory")
+            launch = NO_LAUNCH
             if made and dst.numel() > 0:
                 number = bisect(ends, served)
                 launch = made[min(number, len(made) - 1)]
