@@ -24,7 +24,6 @@ import seaborn as sns
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator, MaxNLocator
-from matplotlib.transforms import Affine2D
 
 from lib.launches import KINDS, Launch
 from lib.workbench.evidence import plain
@@ -70,6 +69,11 @@ STRATEGY_COLOURS = {
     "one_allocation": "#46275B",
     "copy_in_graph": "#361A49",
     "no_copy": "#270E38",
+}
+BESIDE = {  # words beside a point, over the line of a mark
+    "textcoords": "offset points",
+    "va": "center",
+    "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 0.5},
 }
 in_style = matplotlib.style.context(["default", Path(__file__).with_name("plots.mplstyle")])  # a decorator
 
@@ -259,21 +263,12 @@ def curves(
 def _name_ends(ax: Axes, lines: Mapping[str, Line]) -> None:
     """The lines' names at their ends, from the lowest on, none on top of another."""
     ax.autoscale_view()
-    height = Affine2D().scale(200)  # of such an axis, in points
-    points = ax.transScale + ax.transLimits + height
-    ends = []
-    for name, (xs, ys) in lines.items():
-        ends.append((ys[-1], xs[-1], name))
-    free = -math.inf
-    for y, x, name in sorted(ends):
-        _, place = points.transform((x, y))
+    in_axis = ax.transScale + ax.transLimits
+    free = 0.0
+    for y, x, name in sorted((ys[-1], xs[-1], name) for name, (xs, ys) in lines.items()):
+        place = 200 * in_axis.transform((x, y))[1]  # in points: such an axis is about 200 high
         free = max(free, place)
-        beside = {
-            "xytext": (8, free - place),
-            "textcoords": "offset points",
-            "va": "center",
-        }
-        ax.annotate(wrapped(name, 20, 3), (x, y), **beside)
+        ax.annotate(wrapped(name, 20, 3), (x, y), (8, free - place), **BESIDE)
         free += 13
 
 
@@ -329,13 +324,7 @@ def values(
         ax.plot(number.middle, -row, "o", color=colour, markerfacecolor=inside, clip_on=False)
         text = str(value) if is_range else f"{value:.3g}"
         text += ": no claim" if open_ else ""
-        beside = {
-            "xytext": (8, 0),
-            "textcoords": "offset points",
-            "va": "center",
-            "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 0.5},  # over a mark's line
-        }
-        ax.annotate(text, (min(number.high, seen), -row), **beside)
+        ax.annotate(text, (min(number.high, seen), -row), (8, 0), **BESIDE)
         lowest = min(lowest, number.low)
         farthest = max(farthest, number.high)
     _rows(ax, numbers)

@@ -237,16 +237,11 @@ def play(copies: StepCopies, profile: DeviceProfile, times: Times, regime: str) 
 
 
 def step_lanes(
-    copies: StepCopies,
-    profile: DeviceProfile,
-    times: Times,
-    regime: str,
-    longest_us: float = 120.0,
-    before_us: float = 250.0,
+    copies: StepCopies, profile: DeviceProfile, times: Times, regime: str, longest_us: float = 120.0
 ) -> Lanes:
     """A whole step as lanes. Graphs are cut at `longest_us`, and say how long they are; waits are marked.
 
-    before_us: how long the step before runs at least, where the host is ahead; alike in all that is compared.
+    Where the host is ahead, the step before is equally long in all that is compared, if that is long enough.
     """
     cut, words = {}, {}
     for graph, time_us in times.items():
@@ -260,11 +255,16 @@ def step_lanes(
     table = table.assign(name=name, kind=kind.mask(waits, "wait"))
     if regime == AHEAD:
         on_stream = table.stream >= 0
-        first_us = max(table.start_us[on_stream].min(), before_us)
-        table["start_us"] += (first_us - table.start_us[on_stream].min()) * on_stream
+        first_us = table.start_us[on_stream].min()
+        later_us = max(250.0 - first_us, 0.0)
+        first_us += later_us
+        table["start_us"] += later_us * on_stream
         before = table[table.kind == "graph"].iloc[:1]
-        before = before.assign(name="the step before", start_us=0.0)
-        before = before.assign(dur_us=first_us - profile["gap_us"])
+        before = before.assign(
+            name="the step before",
+            start_us=0.0,
+            dur_us=first_us - profile["gap_us"],
+        )
         table = pd.concat([before, table])
     return lanes(table)
 
