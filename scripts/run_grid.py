@@ -46,7 +46,8 @@ from command_line import (
 )
 from end_with_parent import end_with
 
-PATIENCE_S = 15  # with a scheduler that does not answer, and with one that has no worker
+CONNECT_S = 15  # for an answer of the scheduler
+NO_WORKER_S = 15  # for a worker to come, or to come back
 ABOUT_A_POINT = ("status", "seconds", "peak_mb", "error", "executed")  # the table's last columns
 _one_at_a_time = threading.Lock()  # timings must not disturb each other on a worker that has several threads
 
@@ -159,11 +160,10 @@ def run_on_cluster(points: list[tuple], address: str) -> Iterator[None]:
 
         run_point(notebook, parameters, record)
 
-    logging.disable()  # what matters is raised; the rest is many lines about the connection
     if ":" not in address.rpartition("/")[2]:
         address += ":8786"
     try:
-        client = Client(address, timeout=f"{PATIENCE_S}s")
+        client = Client(address, timeout=f"{CONNECT_S}s")
     except (OSError, ValueError) as error:
         raise OSError(f"--scheduler: {error}") from None
     with client:
@@ -186,6 +186,7 @@ def ended_points(client: Any, futures: list[Any], address: str) -> Iterator[tupl
     """Yields a future's key and error when it ends; OSError when nothing is left to end the rest."""
     from dask.distributed import wait
 
+    gone = f"{address}: the scheduler does not answer any more"
     waiting, seen = set(futures), time.monotonic()  # when there was last a worker
     while waiting:
         ended = set()
@@ -193,15 +194,15 @@ def ended_points(client: Any, futures: list[Any], address: str) -> Iterator[tupl
             ended = wait(waiting, timeout=1, return_when="FIRST_COMPLETED").done
             errors = [(future.key, future.exception()) for future in ended]
         except CancelledError:
-            raise OSError(f"{address}: the connection to the scheduler is lost") from None
+            raise OSError(gone) from None
         except TimeoutError:  # none yet: will there be one?
             try:
-                workers = client.sync(client.scheduler.ncores, callback_timeout=PATIENCE_S)
+                workers = client.sync(client.scheduler.ncores, callback_timeout=CONNECT_S)
             except OSError:
-                raise OSError(f"{address}: the scheduler does not answer any more") from None
+                raise OSError(gone) from None
             if workers:
                 seen = time.monotonic()
-            elif time.monotonic() > seen + PATIENCE_S:
+            elif time.monotonic() > seen + NO_WORKER_S:
                 raise OSError(f"{address}: the scheduler has no worker") from None
         else:
             yield from errors
@@ -286,6 +287,8 @@ def main() -> int:
     run, how = (run_on_cluster, options.scheduler) if options.scheduler else (run_here, options.jobs)
     bar = {"total": len(points), "initial": len(points) - len(missing), "unit": "point"}
     table, code = folder / "table.csv", 0
+    if options.scheduler:
+        logging.disable()  # what matters is raised; Dask would add many lines about the connection
     try:
         with stop.allowed():
             for _ in tqdm(run(missing, how), **bar) if missing else ():

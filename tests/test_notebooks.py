@@ -7,6 +7,7 @@ from pathlib import Path
 import execute_notebook
 import nbformat
 import pytest
+import report
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -69,3 +70,10 @@ def test_papermill_runs_one_from_anywhere(tmp_path, monkeypatch):
     papermill = [sys.executable, "-m", "papermill", NOTEBOOKS[0], "out.ipynb", "-p", "quick", "True"]
     subprocess.run([*papermill, "--no-progress-bar"], check=True)
     assert (tmp_path / "out.ipynb").exists()
+
+
+def test_the_numbers_at_the_top_of_the_report_are_published():
+    cells = [cell for path in NOTEBOOKS for cell in nbformat.read(path, as_version=4).cells]
+    code = "\n".join(cell.source for cell in cells if cell.cell_type == "code")
+    for names, _ in report.HEADLINES:
+        assert any(f'publish("{name}"' in code for name in names), names

@@ -2,6 +2,7 @@
 
 import csv
 import fcntl
+import gc
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import run_grid as run_grid_module
 from run_grid import read_grid
 from tiny_notebooks import PATIENCE_S, PUBLISH, wait_for, write_notebook
 
@@ -219,42 +221,44 @@ def test_on_a_cluster_whose_worker_is_killed_nothing_is_lost_and_nothing_done_tw
     assert {size: begun.count(size) for size in map(str, sizes)} == {str(n): 1 for n in sizes} | {lost: 2}
 
 
-@pytest.mark.parametrize("victim", ["scheduler", "worker"])
-def test_a_cluster_that_dies_is_told_with_its_reason_and_the_table_kept(tmp_path, cluster, victim):
+def test_a_scheduler_that_dies_is_told_and_the_table_kept(tmp_path, cluster):
     grid = write_grid(tmp_path, "{size: [1, 2]}", SLOW)
-    worker = cluster.start_worker()
+    cluster.start_worker()
     driver = start(grid, "--scheduler", cluster.address)
     wait_for(lambda: log_of(tmp_path) == ["1", "2"])
     wait_for((tmp_path / "out" / "table.csv").exists)
-    {"scheduler": cluster.scheduler, "worker": worker}[victim].kill()
+    cluster.scheduler.kill()
     out, err = driver.communicate(timeout=PATIENCE_S)
-    reason = {"scheduler": "the connection to the scheduler is lost", "worker": "the scheduler has no worker"}
-    assert driver.returncode == 1 and err.splitlines()[-1].endswith(reason[victim]), err
+    assert driver.returncode == 1 and err.splitlines()[-1].endswith(
+        "the scheduler does not answer any more"
+    ), err
     assert "Traceback" not in err and "1 of 2 points done" in out
     assert [row["size"] for row in rows_of(grid)] == ["1"]
 
 
 @pytest.mark.parametrize(
-    ("address", "said"),
+    ("lacks", "said"),
     [
         ("tcp://127.0.0.1:9", "tcp://127.0.0.1:9"),
         ("localhost:x", "--scheduler: invalid literal"),
         ("nonsense://x", "unknown address scheme 'nonsense'"),
-        (None, "a worker cannot do this: ModuleNotFoundError: No module named 'run_grid'"),
+        ("worker", "the scheduler has no worker"),
+        ("checkout", "a worker cannot do this: ModuleNotFoundError: No module named 'run_grid'"),
     ],
 )
-def test_what_a_cluster_lacks_is_said_in_one_line(tmp_path, monkeypatch, request, address, said):
-    import run_grid as module
-
-    monkeypatch.setattr(module, "PATIENCE_S", 1)
-    grid = write_grid(tmp_path, "{size: [1]}", "size")
-    record = module.record_file(grid.parent / "point.ipynb", {"size": 1}, tmp_path)
-    if address is None:  # a worker that has no checkout where ours is
+def test_what_a_cluster_lacks_is_said_in_one_line(tmp_path, monkeypatch, request, lacks, said):
+    gc.collect()  # a refused client of the case before closes itself now, not while the next one starts
+    address = lacks
+    if lacks in ("worker", "checkout"):
         cluster = request.getfixturevalue("cluster")
-        cluster.start_worker()
         address = cluster.address
-        monkeypatch.setattr(module, "__file__", str(tmp_path / "elsewhere" / "run_grid.py"))
-        monkeypatch.setattr(module, "PATIENCE_S", PATIENCE_S)
+        monkeypatch.setattr(run_grid_module, "NO_WORKER_S", 0 if lacks == "worker" else PATIENCE_S)
+    if lacks == "checkout":  # where ours is
+        cluster.start_worker()
+        monkeypatch.setattr(run_grid_module, "__file__", str(tmp_path / "elsewhere" / "run_grid.py"))
+    monkeypatch.setattr(run_grid_module, "CONNECT_S", 1 if ":9" in lacks else PATIENCE_S)
+    notebook = write_notebook(tmp_path / "point.ipynb", "size")
+    record = run_grid_module.record_file(notebook, {"size": 1}, tmp_path)
     with pytest.raises(OSError, match=r"^[^\n]*$") as refused:
-        list(module.run_on_cluster([(grid.parent / "point.ipynb", {"size": 1}, record)], address))
+        list(run_grid_module.run_on_cluster([(notebook, {"size": 1}, record)], address))
     assert said in str(refused.value) and not record.exists()
