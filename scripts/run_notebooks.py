@@ -128,7 +128,7 @@ def keep_files(record: dict[str, Any], source: Path, run: Path, stems: set[str])
         figure["file"] = f"figures/{record['notebook'][:2]}_{figure['name']}.png"
         (run / figure["file"]).parent.mkdir(exist_ok=True)
         write_whole(run / figure["file"], base64.b64decode(figure.pop("png")))
-    html, _ = HTMLExporter(embed_images=True, raw_template=FOLDED).from_filename(str(executed))
+    html, _ = HTMLExporter(raw_template=FOLDED).from_filename(str(executed))
     write_whole(executed.with_suffix(".html"), lead_links(html, source, executed.parent, stems))
 
 

@@ -151,7 +151,9 @@ def test_set_up_code_is_folded_and_links_lead_to_the_pages_of_the_run(tmp_path):
         (source.parent / name).write_text(text, encoding="utf-8")
     links = "[w](glossary.md#dtod-htod) [b](01_b.ipynb#x) [c](02_c.ipynb) [gone](gone.md) [w](https://a.b/c)"
     hidden = nbformat.v4.new_code_cell("import this", metadata={"tags": ["hide-input"]})
+    folded = "<details><summary>Answers</summary>\n\nso it is\n\n</details>"
     cells = [nbformat.v4.new_markdown_cell(links), hidden, nbformat.v4.new_code_cell("shown()")]
+    cells.append(nbformat.v4.new_markdown_cell(folded))
     nbformat.write(nbformat.v4.new_notebook(cells=cells), run / "notebooks" / "00_a.ipynb")
     run_notebooks.keep_files({"notebook": "00_a", "figures": []}, source, run, {"00_a", "01_b"})
     run_notebooks.write_glossary(source.with_name("glossary.md"), run / "notebooks" / "glossary.html")
@@ -160,7 +162,8 @@ def test_set_up_code_is_folded_and_links_lead_to_the_pages_of_the_run(tmp_path):
     pages = ["glossary.html#dtod-htod", "01_b.html#x"]
     found = [*pages, "../../notebooks/02_c.ipynb", "gone.md", "https://a.b/c"]
     assert [link for link in re.findall(r'href="([^"]+)"', body) if link in found] == found
-    assert body.count("<details>") == 1 and body.index("</details>") < body.index("shown")
+    assert body.count("<details>") == 2 and body.index("</details>") < body.index("shown")
+    assert body.index("so it is") < body.rindex("</details>")  # an answer is folded with its heading
     assert 'id="dtod-htod"' in (run / "notebooks" / "glossary.html").read_text(encoding="utf-8")
 
 
