@@ -129,7 +129,7 @@ class CopyPlan:
     """
 
     def __init__(self, dsts, src_dtypes, names=None, constants=(), route=grouped_dma, check="step") -> None:
-        self.route, self.check, self.misses = route, check, 0
+        self.route, self.misses, self.check_memory = route, 0, ("step", "full").index(check)
         self.planned, self.stand_ins = [], []
         for dst, dtype in zip(dsts, src_dtypes, strict=True):
             torch.empty(1, dtype=dst.dtype).copy_(torch.empty(1, dtype=dtype))  # raises now, not in a step
@@ -156,7 +156,7 @@ class CopyPlan:
         if srcs is None:
             return self.bound(self.stand_ins)
         planned = self._as_planned(srcs)
-        if not planned or self.check == "full":
+        if not planned or self.check_memory:
             check_pairs(self.dsts, [*srcs, *self.constants], self.names)
         self.misses += not planned
         return self.bound(srcs) if planned else self.route(self._pairs(srcs))
@@ -203,8 +203,8 @@ class ReplayCopies:
     """
 
     def __init__(self, fields, pad_to="captured", pads_stay=False, **options) -> None:
-        self.fields: dict[str, StaticInput] = dict(fields)
-        self.pad_to, self.pads_stay, self.options = pad_to, pads_stay, options
+        self.fields, self.pads_stay, self.options = dict(fields), pads_stay, options
+        self.whole_buffers = ("captured", "buffer").index(pad_to)
         self.plans: dict[tuple, CopyPlan] = {}
 
     def __call__(self, inputs: Inputs, batch_size: int, captured: int) -> None:
@@ -237,7 +237,7 @@ class ReplayCopies:
             if not 0 < batch_size <= captured <= capacity:
                 raise ValueError(f"{name}: expected 1 to {capacity} requests, got {batch_size} of {captured}")
             first = 0 if field.fill_if_missing and name not in given else batch_size
-            end = capacity if self.pad_to == "buffer" else captured
+            end = capacity if self.whole_buffers else captured
             rows = field.between(first, batch_size if self.pads_stay else end)
             if field.pad is not None:
                 pads[f"padding of {name}"] = rows, torch.full_like(rows, field.pad, dtype=field.source_dtype)

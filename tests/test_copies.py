@@ -442,3 +442,10 @@ def test_the_file_works_alone_in_an_empty_folder(tmp_path: Path):
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}){ALONE}"
     done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert done.stdout == "all right\n", done.stderr
+
+
+def test_a_misspelled_option_is_refused():
+    with pytest.raises(ValueError):
+        CopyPlan([torch.zeros(2)], [torch.float32], check="ful")
+    with pytest.raises(ValueError):
+        ReplayCopies({}, pad_to="bufer")
