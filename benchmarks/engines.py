@@ -81,7 +81,7 @@ def nano_vllm_from_lists(rows: int, device: str) -> Ways:
 
 
 def mini_sglang(rows: int, device: str) -> Ways:
-    """python/minisgl/engine/graph.py, GraphCaptureBuffer.copy_from: three fields, dummy requests as padding."""
+    """python/minisgl/engine/graph.py, GraphCaptureBuffer.copy_from: three fields, dummy requests pad."""
     names = dict.fromkeys(("input_ids", "out_loc", "positions"), INT32)
     buffers, batch = zeros(names, ROOM, device), zeros(names, rows, device)
 
@@ -126,9 +126,8 @@ def main() -> None:
         for rows in (8, 64):
             ways = section(rows, args.device)
             own, other = measure(ways, args.rounds, 100, device=args.device).values()
-            print(
-                f"{engine}, {rows} requests: own {own.median_us:.1f} us, {[*ways][1]} {other.median_us:.1f} us, ratio {ratio(other, own):.2f}"
-            )
+            times = f"own {own.median_us:.1f} us, {[*ways][1]} {other.median_us:.1f} us"
+            print(f"{engine}, {rows} requests: {times}, ratio {ratio(other, own):.2f}")
     print(label("measured", device_name(args.device)))
 
 
