@@ -2,8 +2,8 @@
 
 Before a CUDA graph is replayed, a step's inputs are copied into its static buffers: one `copy_()`, one
 launch a field. `grouped` makes one per dtype pair, `CopyPlan` keeps views and groups from step to step,
-`ReplayCopies` is an engine's whole input section. All is data, lists of `Call`s: `run` makes them, and
-lib/launches.py counts. A new field is a `StaticInput`, a new grouping a `route`, a new op a line in `run`.
+`ReplayCopies` is an engine's whole input section. All of it makes lists of `Call`s: `run` runs them, and
+lib/launches.py counts. A new field is a `StaticInput`, a new grouping a `route`.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.guards import TensorGuards  # since torch 2.0
 
 Tensors = Sequence[Tensor]
 Pairs = Iterable[tuple[Tensor, Tensor]]  # destination, source
@@ -26,12 +27,9 @@ Inputs = Mapping[str, Tensor | None]
 NAMES = "bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex64 complex128"
 FUSED_DTYPES = {getattr(torch, name) for name in NAMES.split()}
 
-# A fused kernel copies a chunk of 65,536 elements with one block, at tens of GB/s: 2 to 3 us for 64 KiB, as
-# much as a memcpy of its own. An estimate: the crossover recorded on a device replaces it.
-DEFAULT_DMA_BYTES = 64 * 1024
+# A fused kernel's block copies 65,536 elements at tens of GB/s: 64 KiB take 2 to 3 us, as much as a memcpy.
+DEFAULT_DMA_BYTES = 64 * 1024  # an estimate: the crossover recorded on a device replaces it
 MAX_PLANS = 1024  # that a ReplayCopies keeps
-# Read in C, like all that is looked at in every step: Python would cost more than the copies.
-SIGNATURE = attrgetter("__class__", "shape", "dtype", "device")
 
 
 class Call(NamedTuple):
@@ -123,29 +121,28 @@ class CopyPlan:
     """The same copies step after step: `plan(srcs)`. Views and groups are worked out once.
 
     A source of another dtype or strides, or with a conj or neg bit, is copied right: the step is grouped anew
-    and `misses` counts it. constants: (destination, source) pairs that go along, rows of padding say; names
-    may go on to them. route: makes calls of pairs (lib.strategies.ROUTES). check="full" asks on every step
-    where sources lie, too. Of a destination listed twice the later pair is copied. Raises as `check_pairs`.
+    and `misses` counts it. constants: (destination, source) pairs that go along, padding say; names
+    go on to them. route: makes calls of pairs (lib.strategies.ROUTES). check="full" asks on every step, not
+    on the first alone, where sources lie. The same pair twice is one copy. Raises as `check_pairs`.
     """
 
     def __init__(self, dsts, src_dtypes, names=None, constants=(), route=grouped_dma, check="step") -> None:
         self.route, self.misses, self.check_memory = route, 0, ("step", "full").index(check)
-        self.planned, self.stand_ins = [], []
+        self.stand_ins, self.constants = [], [src for _, src in constants]
         for dst, dtype in zip(dsts, src_dtypes, strict=True):
-            torch.empty(1, dtype=dst.dtype).copy_(torch.empty(1, dtype=dtype))  # raises now, not in a step
-            self.planned.append((Tensor, dst.shape, dtype, dst.device))
+            torch.empty(1, dtype=dst.dtype).copy_(torch.empty(1, dtype=dtype))  # raises now
             self.stand_ins.append(torch.empty(dst.shape, dtype=dtype, device="meta"))
-        self.maybe_lazy = [i for i, t in enumerate(src_dtypes) if t.is_floating_point or t.is_complex]
-        self.constants = [src for _, src in constants]
         self.dsts = [dst.detach() for dst in (*dsts, *(dst for dst, _ in constants))]
-        names = list(names or map(str, range(len(dsts))))
-        self.names = names + ["constant"] * len(constants) if len(names) == len(dsts) else names
-        check_pairs(self.dsts, self.dsts[: len(dsts)] + self.constants, self.names)
-        self.last = sorted({place(dst): i for i, dst in enumerate(self.dsts)}.values())
+        self.names = list(names or map(str, range(len(self.dsts))))
+        check_pairs(self.dsts, [*self.dsts[: len(dsts)], *self.constants], self.names)
+        self.once = {place(dst): i for i, dst in enumerate(self.dsts)}.values()
+        self.as_before = lambda *srcs: False
         index = {id(src): i for i, src in enumerate(self.stand_ins + self.constants)}
         self.kept = []
         for call in route(self._pairs(self.stand_ins)):
-            self.kept.append((call.op, call.dsts, call.kept, [index[id(src)] for src in call.srcs]))
+            first, *others = picks = [index[id(src)] for src in call.srcs]
+            pick = itemgetter(*picks) if others else itemgetter(slice(first, first + 1))
+            self.kept.append((call.op, call.dsts, call.kept, pick))
 
     def __call__(self, srcs: Tensors) -> None:
         """Raises ValueError for no tensor, another shape or device; nothing has been written then."""
@@ -154,28 +151,31 @@ class CopyPlan:
     def calls(self, srcs: Tensors | None = None) -> list[Call]:
         """What `plan(srcs)` does; without `srcs`, for sources as planned."""
         if srcs is None:
-            return self.bound(self.stand_ins)
-        planned = self._as_planned(srcs)
-        if not planned or self.check_memory:
+            srcs = self.stand_ins
+        elif len(srcs) != len(self.stand_ins) or not self.as_before(*srcs):
             check_pairs(self.dsts, [*srcs, *self.constants], self.names)
-        self.misses += not planned
-        return self.bound(srcs) if planned else self.route(self._pairs(srcs))
+            if not self._as_planned(srcs):
+                self.misses += 1
+                return self.route(self._pairs(srcs))
+        return self.bound(srcs)
 
     def bound(self, srcs: Tensors) -> list[Call]:
         """The planned calls with these sources, unchecked: for a caller who knows them."""
         every = [*srcs, *self.constants]
-        return [bind((op, dsts, [every[i] for i in picks], 0, kept)) for op, dsts, kept, picks in self.kept]
+        return [bind((op, dsts, pick(every), 0, kept)) for op, dsts, kept, pick in self.kept]
 
     def _pairs(self, srcs: Tensors) -> list[tuple]:
         every = [*srcs, *self.constants]
-        return [(self.dsts[i], every[i]) for i in self.last]
+        return [(self.dsts[i], every[i]) for i in self.once]
 
     def _as_planned(self, srcs: Tensors) -> bool:
-        try:
-            same = list(map(SIGNATURE, srcs)) == self.planned and all(map(Tensor.is_contiguous, srcs))
-        except (AttributeError, RuntimeError):  # no tensor at all, or a sparse one
-            return False
-        return same and not any(is_lazy(srcs[i]) for i in self.maybe_lazy)
+        """Whether the planned calls serve these; if so, the next step's are compared with them, in C."""
+        for src, planned in zip(srcs, self.stand_ins):
+            if src.dtype != planned.dtype or not src.is_contiguous() or is_lazy(src):
+                return False
+        if srcs and not self.check_memory:  # of all that a step may change, only addresses are free then
+            self.as_before = TensorGuards(*srcs, dynamic_dims_sizes=[], dynamic_dims_strides=[]).check
+        return True
 
 
 @dataclass(frozen=True)
@@ -221,9 +221,9 @@ class ReplayCopies:
 
     def prepare(self, batch_sizes: Mapping[int, int]) -> None:
         """Make the plans for all fields ahead: batch size -> the captured size that holds it."""
-        given = {name: field.buffer for name, field in self.fields.items()}
+        every = {name: field.buffer for name, field in self.fields.items()}
         for batch_size, captured in batch_sizes.items():
-            self._plan(given, batch_size, captured)
+            self._plan(every, batch_size, captured)
 
     def _plan(self, given: Inputs, batch_size: int, captured: int) -> CopyPlan:
         for name, src in given.items():

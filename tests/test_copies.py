@@ -211,18 +211,18 @@ def test_a_full_check_finds_a_source_that_lies_in_a_destination():
     assert same(dsts, before)
 
 
-def test_the_same_destination_twice_is_left_as_by_a_loop():
-    i64, i32, other = (torch.zeros(4, dtype=dtype) for dtype in (torch.int64, torch.int32, torch.int64))
-    srcs = [i64 + 1, i32 + 2, i64 + 3]
-    for order in ([0, 1, 2], [2, 1, 0], [1, 2, 0]):
-        each = [srcs[i] for i in order]
-        plan = CopyPlan([other, i64, i64], dtypes(each))
-        plan(each)
-        assert i64.tolist() == each[2].tolist()
-    assert [len(call.dsts) for call in CopyPlan([i64, i64], [torch.int64] * 2).calls()] == [1]
-    with pytest.raises(ValueError, match="shares memory"):  # a group knows no order
-        grouped_foreach_copy_([i64, i64], srcs[:2])
-    grouped_foreach_copy_([i64, i64], [srcs[0], srcs[0]])
+def test_the_same_pair_twice_is_one_copy_and_a_destination_with_two_sources_is_refused():
+    i64, i32 = torch.zeros(4, dtype=torch.int64), torch.zeros(4, dtype=torch.int32)
+    one, other = i64 + 1, i64 + 2
+    plan = CopyPlan([i64, i64, i32], [torch.int64] * 3)
+    assert [len(call.dsts) for call in plan.calls()] == [1, 1]
+    for copy in (plan, lambda srcs: grouped_foreach_copy_([i64, i64, i32], srcs)):
+        with pytest.raises(ValueError, match="shares memory"):  # a group knows no order
+            copy([one, other, one])
+        assert i64.eq(0).all()
+        copy([one, one, other])
+        assert i64.tolist() == [1] * 4 and i32.tolist() == [2] * 4
+        i64.zero_()
 
 
 @pytest.mark.parametrize(
