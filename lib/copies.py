@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.guards import TensorGuards  # since torch 2.0
+from torch._C._dynamo.guards import TensorGuards  # in torch 2.6 as in 2.13
 
 Tensors = Sequence[Tensor]
 Pairs = Iterable[tuple[Tensor, Tensor]]  # destination, source
