@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 Tensors = Sequence[Tensor]
 PLAIN = {Tensor, nn.Parameter}
-MAX_ROWS = 64
 
 
 def check_pairs(dsts: Tensors, srcs: Tensors, names: Sequence[str] | None = None) -> None:
@@ -28,30 +27,29 @@ def check_pairs(dsts: Tensors, srcs: Tensors, names: Sequence[str] | None = None
     Memory is compared by ranges of bytes, first to last, of up to 64 rows with gaps in between row by row.
     So columns of one matrix that interleave are refused, although no byte is shared.
     """
-    count = len(dsts)
     if names is None:
-        names = [f"pair {i}" for i in range(count)]
-    if len(srcs) != count or len(names) != count:
-        got = f"{count} destinations, {len(srcs)} sources, {len(names)} names"
-        raise ValueError(f"expected one source and one name a destination, got {got}")
+        names = [f"pair {i}" for i in range(len(dsts))]
+    counts = len(dsts), len(srcs), len(names)
+    if len(set(counts)) > 1:
+        raise ValueError(f"expected equal numbers of destinations, sources and names, got {counts}")
     for name, dst, src in zip(names, dsts, srcs):
         fault = fault_of(dst, src)
-        if fault is not None:
+        if fault:
             raise ValueError(f"{name}: {fault}")
     check_overlaps(dsts, srcs, names)
 
 
-def fault_of(dst: Tensor, src: Tensor) -> str | None:
-    """What is wrong with a pair by itself."""
+def fault_of(dst: Tensor, src: Tensor) -> str:
+    """What is wrong with a pair by itself; "" if nothing."""
     for side, tensor in (("destination", dst), ("source", src)):
         if not isinstance(tensor, Tensor):
-            return f"expected a tensor as {side}, got {type(tensor).__name__}"
+            return f"expected a tensor as {side}, got {type(tensor)}"
         if tensor.is_nested or tensor.is_quantized or tensor.layout != torch.strided:
-            kind = "nested" if tensor.is_nested else tensor.layout
-            return f"expected a strided {side}, got {kind}, {tensor.dtype}"
+            got = f"{tensor.layout}, {tensor.dtype}"
+            return f"expected a strided {side}, neither nested nor quantized, got {got}"
     classes = {type(dst), type(src)}
     if len(classes) > 1 and not classes <= PLAIN:
-        return f"expected a source of class {type(dst).__name__}, got {type(src).__name__}"
+        return f"expected a source of {type(dst)}, got {type(src)}"
     if dst.shape != src.shape:
         return f"expected a source of shape {tuple(dst.shape)}, got {tuple(src.shape)}"
     if dst.device != src.device:
@@ -62,9 +60,9 @@ def fault_of(dst: Tensor, src: Tensor) -> str | None:
         return "expected a destination without grad; copy under no_grad()"
     if dst.is_inference() and not torch.is_inference_mode_enabled():
         return "expected no inference tensor as destination; copy under inference_mode()"
-    if not dst.is_contiguous() and may_overlap_itself(dst):
+    if may_overlap_itself(dst):
         return f"expected a destination that does not overlap itself, got strides {dst.stride()}"
-    return None
+    return ""
 
 
 @cache
@@ -79,43 +77,37 @@ def can_convert(dst: torch.dtype, src: torch.dtype) -> bool:
 
 def may_overlap_itself(tensor: Tensor) -> bool:
     """Whether two elements may lie at one address: a stride that smaller ones reach over."""
-    reach = 0
+    reached = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
-        if size == 1:
-            continue
-        if stride <= reach:
+        if size > 1 and stride <= reached:
             return tensor.numel() > 0
-        reach += stride * (size - 1)
+        reached += stride * (size - 1)
     return False
 
 
 def check_overlaps(dsts: Tensors, srcs: Tensors, names: Sequence[str]) -> None:
     """Sorted by first byte, a destination may start inside nothing, a source inside no destination."""
-    ranges = []
-    listed = set()
+    pairs = {}  # each once
     for name, dst, src in zip(names, dsts, srcs):
-        written = elements(dst)
-        read = elements(src)
-        if (written, read) in listed:
-            continue
-        listed.add((written, read))
+        pairs[elements(dst), elements(src)] = name, dst, src
+    ranges = []
+    for (written, read), (name, dst, src) in pairs.items():
         for row in byte_ranges(dst):
-            ranges.append((*row, True, name))
+            ranges.append((*row, "destination", name))
         if read == written:
             continue
         for row in byte_ranges(src):
-            ranges.append((*row, False, name))
+            ranges.append((*row, "source", name))
     reached = written = ("", 0, "")  # where the last range so far ends, of any tensor and of a destination
-    for space, first, end, is_dst, name in sorted(ranges):
-        other_space, other_end, other = reached if is_dst else written
-        inside = space == other_space and first < other_end
-        if inside:
-            side = "destination" if is_dst else "source"
-            whose = "its own pair, in part" if other == name else other
-            raise ValueError(f"{name}: {side} shares memory with {whose}")
-        reached = max(reached, (space, end, name))
+    for space, first, end, side, name in sorted(ranges):
+        is_dst = side == "destination"
+        last = reached if is_dst else written
+        if (space, first) < last[:2]:
+            raise ValueError(f"{name}: {side} shares memory with {last[2]}")
+        here = space, end, name
+        reached = max(reached, here)
         if is_dst:
-            written = (space, end, name)
+            written = here
 
 
 def elements(tensor: Tensor) -> tuple:
@@ -131,34 +123,28 @@ def elements(tensor: Tensor) -> tuple:
     )
 
 
-def byte_ranges(tensor: Tensor, most: int = MAX_ROWS) -> list[tuple[str, int, int]]:
+def byte_ranges(tensor: Tensor, most: int = 64) -> list:
     """Where a tensor lies: an address space, first byte and end, of each row that counts for itself.
 
     On `meta` there are offsets in place of addresses, so that each storage is a space of its own.
     """
     if tensor.numel() == 0 or not (tensor.is_meta or tensor.data_ptr()):
         return []
+    may_split = tensor.dim() > 1 and len(tensor) <= most
+    if may_split and tensor.stride(0) > extent(tensor[0]):  # gaps between rows
+        rows = []
+        for row in tensor:
+            rows += byte_ranges(row, most // len(tensor))
+        return rows
     space = f"meta {tensor.untyped_storage()._cdata}" if tensor.is_meta else str(tensor.device)
     first = tensor.data_ptr()
-    if tensor.is_contiguous():
-        return [(space, first, first + tensor.nbytes)]
-    if has_few_rows(tensor, most):
-        rows = tensor.detach().unbind()
-        return [one for row in rows for one in byte_ranges(row, most // len(rows))]
-    end = first + (reach(tensor) + 1) * tensor.element_size()
+    end = first + extent(tensor) * tensor.element_size()
     return [(space, first, end)]
 
 
-def has_few_rows(tensor: Tensor, most: int) -> bool:
-    """Whether up to `most` rows lie one after the other with gaps: a slice of a wider tensor."""
-    if tensor.dim() < 2 or len(tensor) > most:
-        return False
-    return tensor.stride(0) > reach(tensor[0])
-
-
-def reach(tensor: Tensor) -> int:
-    """How many elements its last lies behind its first."""
+def extent(tensor: Tensor) -> int:
+    """How many elements from its first to its last."""
     last = 0
     for size, stride in zip(tensor.shape, tensor.stride()):
         last += (size - 1) * stride
-    return last
+    return last + 1

@@ -1,10 +1,4 @@
-"""The kinds of launches in one table: a new kind is a row here and a branch in lib/launches.py.
-
-Plots take labels and colours from it, the trace reader what a kind looks like in a profile, the device model
-the names of its figures.
-"""
-
-from __future__ import annotations
+"""The kinds of launches in one table: a new kind is a row here and a branch in lib/launches.py."""
 
 from dataclasses import dataclass
 
@@ -17,7 +11,7 @@ class Kind:
     """A kind of launch: how plots show it, how a trace does, and its figures in the device model.
 
     runtime: the CUDA call. work, event: name and kind of what runs on the device, as a trace is read.
-    op, host: the operator around the call, and the figure of its time. figures: how the work's figures begin:
+    op, host: the operator around the call, and the figure of its time. figures: how the work's figures begin,
     `floor`, its time over few bytes, and `rate`, its bytes a second beyond; "" for a graph.
     """
 
@@ -29,35 +23,24 @@ class Kind:
     op: str
     host: str
     figures: str = ""
-
-    @property
-    def call(self) -> str:
-        return CALL_FIGURES[self.runtime]
-
-    @property
-    def floor(self) -> str:
-        return self.figures and f"{self.figures}_floor_us"
-
-    @property
-    def rate(self) -> str:
-        return self.figures and f"{self.figures}_gb_per_s"
+    call = property(lambda self: CALL_FIGURES[self.runtime])
+    floor = property(lambda self: self.figures and f"{self.figures}_floor_us")
+    rate = property(lambda self: self.figures and f"{self.figures}_gb_per_s")
 
 
 COPY = "aten::copy_", "host_copy_us"
 FOREACH = "aten::_foreach_copy_", "host_foreach_us"
 FILL = "aten::fill_", "host_fill_us"
-TRITON = "", "host_triton_us"
-# Kernels: runtime call, name of the kernel, kind of event.
-DIRECT = KERNEL, "direct_copy_kernel_cuda", "copy_kernel"
+FUSED = KERNEL, "fused_copy_kernel", "copy_kernel", "", "host_triton_us"
 MULTI_TENSOR = KERNEL, "multi_tensor_apply_kernel<Copy<>>", "copy_kernel"
-FUSED = KERNEL, "fused_copy_kernel", "copy_kernel"
+DIRECT = KERNEL, "direct_copy_kernel_cuda", "copy_kernel"
 KINDS = {
     "memcpy": Kind("driver memcpy", "#0072B2", MEMCPY, "Memcpy DtoD", "memcpy", *COPY, "memcpy"),
     "htod": Kind("memcpy from the host", "#56B4E9", MEMCPY, "Memcpy HtoD", "memcpy_htod", *COPY, "htod"),
     "dtoh": Kind("memcpy to the host", "#882255", MEMCPY, "Memcpy DtoH", "memcpy_dtoh", *COPY, "htod"),
     "elementwise": Kind("elementwise kernel", "#D55E00", *DIRECT, *COPY, "elementwise"),
     "foreach": Kind("foreach kernel", "#E69F00", *MULTI_TENSOR, *FOREACH, "foreach"),
-    "fused": Kind("one Triton kernel", "#CC79A7", *FUSED, *TRITON, "fused"),
+    "fused": Kind("one Triton kernel", "#CC79A7", *FUSED, "fused"),
     "fill": Kind("fill", "#F0E442", KERNEL, "FillFunctor", "kernel", *FILL, "fill"),
     "graph": Kind("graph replay", "#009E73", GRAPH, "CUDA graph", "graph", "", "host_graph_us"),
 }
@@ -65,10 +48,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Launch:
-    """One piece of work that the host puts on a CUDA stream.
-
-    kind: of KINDS. n_copies: how many pairs it serves. bytes: written to destinations. reason: why this way.
-    """
+    """What the host puts on a stream: kind of KINDS, pairs served, bytes written, why in this way."""
 
     kind: str
     n_copies: int

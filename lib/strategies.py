@@ -6,18 +6,21 @@ STRATEGIES. ROUTES has those that need pairs alone: their calls a `CopyPlan` or 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
 import torch
 from torch import Tensor
 
 from lib.checks import check_pairs
-from lib.copies import DEFAULT_DMA_BYTES, FUSED_DTYPES, Call, grouped, grouped_dma
+from lib.copies import DEFAULT_DMA_BYTES, Call, Tensors, grouped, grouped_dma
 from lib.fused import MAX_PAIRS, FusedLaunch, describe
 from lib.launches import obstacles
 
 Pair = tuple[Tensor, Tensor]
+Pairs = Iterable[Pair]
+Calls = list[Call]
 
 
 @dataclass
@@ -30,24 +33,19 @@ class Step:
 
     small: dict[str, Pair] = field(default_factory=dict)
     large: dict[str, Pair] = field(default_factory=dict)
-    fills: list[tuple[Tensor, float]] = field(default_factory=list)
+    fills: list[tuple] = field(default_factory=list)
     pads: list[Pair] = field(default_factory=list)
 
     @classmethod
-    def of(
-        cls,
-        dsts: Sequence[Tensor],
-        srcs: Sequence[Tensor],
-        names: Sequence[str] | None = None,
-    ) -> Step:
+    def of(cls, dsts: Tensors, srcs: Tensors, names: Sequence[str] | None = None) -> Step:
         """A step without padding; a pair from `DEFAULT_DMA_BYTES` on is large. Raises as `check_pairs`."""
         check_pairs(dsts, srcs, names)
         step = cls()
-        for i, pair in enumerate(zip(dsts, srcs)):
-            name = names[i] if names else f"pair {i}"
-            large = dsts[i].nbytes >= DEFAULT_DMA_BYTES
+        names = names or count()
+        for name, dst, src in zip(names, dsts, srcs):
+            large = dst.nbytes >= DEFAULT_DMA_BYTES
             fields = step.large if large else step.small
-            fields[name] = pair
+            fields[name] = dst, src
         return step
 
     @property
@@ -55,35 +53,31 @@ class Step:
         return [*self.small.values(), *self.large.values()]
 
 
-def fills(step: Step) -> list[Call]:
+def fills(step: Step) -> Calls:
     return [Call("fill_", [buffer], value=value) for buffer, value in step.fills]
 
 
-def copies(pairs: Iterable[Pair]) -> list[Call]:
+def copies(pairs: Pairs) -> Calls:
     return [Call("copy_", [dst], [src]) for dst, src in pairs]
 
 
-def around(small: list[Call], step: Step) -> list[Call]:
+def around(small: Calls, step: Step) -> Calls:
     """As SGLang goes about it: fills first, the small fields in some way, large ones by `copy_`."""
-    return fills(step) + small + copies(step.large.values())
+    large = copies(step.large.values())
+    return fills(step) + small + large
 
 
-def per_copy(step: Step) -> list[Call]:
-    """One `copy_()` a field: SGLang before pull request 28465, and most engines today."""
-    return fills(step) + copies(step.pairs)
+def uint8_view(step: Step) -> Calls:
+    """All small fields viewed as bytes, one foreach call for all: the first attempt of pull request 28465.
 
-
-def uint8_view(step: Step) -> list[Call]:
-    """All small fields viewed as bytes, one foreach call for all: the first attempt of the pull request.
-
-    Raises, with the field's name and before anything is written: RuntimeError where PyTorch cannot view a
-    tensor as bytes (a last stride other than 1, a 0-dim tensor), ValueError for a pair that converts.
+    Raises ValueError for a pair that converts, RuntimeError where a tensor has no byte view; with its name.
     """
     dsts = []
     srcs = []
     for name, (dst, src) in step.small.items():
-        if dst.dtype != src.dtype:
-            raise ValueError(f"{name}: bytes cannot convert, expected {dst.dtype}, got {src.dtype}")
+        converts = dst.dtype != src.dtype
+        if converts:
+            raise ValueError(f"{name}: bytes cannot convert {src.dtype} to {dst.dtype}")
         try:
             dsts.append(dst.view(torch.uint8))
             srcs.append(src.view(torch.uint8))
@@ -93,46 +87,42 @@ def uint8_view(step: Step) -> list[Call]:
     return around(together if dsts else [], step)
 
 
-def grouped_foreach(step: Step) -> list[Call]:
-    """One `_foreach_copy_` per dtype pair, every field inside, `hidden_states` too."""
-    return fills(step) + grouped(step.pairs)
-
-
-def grouped_foreach_dma(step: Step, dma_bytes: int = DEFAULT_DMA_BYTES) -> list[Call]:
+def grouped_foreach_dma(step: Step, dma_bytes: int = DEFAULT_DMA_BYTES) -> Calls:
     """Small fields grouped, the rest by `copy_`: the design of pull request 28465."""
-    return around(grouped(step.small.values(), dma_bytes), step)
-
-
-def small_copy(step: Step) -> list[Call]:
-    """SGLang since 0.5.21: one Triton kernel for all small fields where it takes them, else groups."""
-    pairs = list(step.small.values())
-    if not takes_small_copy(pairs):
-        return around(grouped(pairs), step)
-    filled = [pair for pair in pairs if pair[0].numel() > 0]
-    small = [fused_call(filled)] if filled else []
+    small = grouped(step.small.values(), dma_bytes)
     return around(small, step)
 
 
-def copy_plan(step: Step) -> list[Call]:
-    """As grouped_foreach_dma, with padding in the groups: the calls that a `CopyPlan` keeps."""
-    return grouped_dma(step.pairs + step.pads)
+def small_copy(step: Step) -> Calls:
+    """SGLang since 0.5.21: one Triton kernel for all small fields where it takes them, else groups."""
+    pairs = list(step.small.values())
+    taken = len(pairs) > 1 and all(takes_small_pair(*pair) for pair in pairs)
+    small = [fused_call(pairs)] if taken else grouped(pairs)
+    return around(small, step)
 
 
-def fused(step: Step) -> list[Call]:
-    """One Triton kernel for fields of any dtypes and layouts, and their padding: lib/fused.py."""
-    return fused_pairs(step.pairs + step.pads)
+def takes_small_pair(dst: Tensor, src: Tensor) -> bool:
+    """Whether SGLang 0.5.23's kernel takes a pair (kernels/ops/memory/small_copy.py, `try_small_copy`)."""
+    if dst.dtype != src.dtype and {dst.dtype, src.dtype} != {torch.int32, torch.int64}:
+        return False
+    if describe(dst, src) is None or dst.numel() > 8192:
+        return False
+    if dst.dim() == 2:  # a destination that runs forward in memory
+        row = dst.shape[1] * dst.stride(1)
+        return dst.stride(0) >= row
+    return dst.dim() == 1
 
 
-def fused_pairs(pairs: Iterable[Pair]) -> list[Call]:
-    """A kernel for each 32 pairs; `copy_` for what it does not take, and for a large memcpy."""
+def fused_pairs(pairs: Pairs) -> Calls:
+    """One Triton kernel for each 32 pairs of any dtypes and layouts; `copy_` for others and large memcpys."""
     taken = []
     left = []
     for dst, src in pairs:
         memcpy = dst.nbytes >= DEFAULT_DMA_BYTES and not obstacles(dst, src)
-        if not memcpy and describe(dst, src) is not None:
-            taken.append((dst, src))
-        elif dst.numel() > 0:
+        if memcpy or describe(dst, src) is None:
             left.append((dst, src))
+        else:
+            taken.append((dst, src))
     calls = []
     for start in range(0, len(taken), MAX_PAIRS):
         chunk = taken[start : start + MAX_PAIRS]
@@ -140,56 +130,21 @@ def fused_pairs(pairs: Iterable[Pair]) -> list[Call]:
     return calls + copies(left)
 
 
-def fused_call(pairs: Sequence[Pair]) -> Call:
+def fused_call(pairs: Pairs) -> Call:
     dsts, srcs = zip(*pairs)
-    return Call("fused", dsts, srcs, kept=FusedLaunch(dsts, srcs))
+    launch = FusedLaunch(dsts, srcs)
+    return Call("fused", dsts, srcs, kept=launch)
 
 
-# What SGLang 0.5.23's `try_small_copy` takes (kernels/ops/memory/small_copy.py).
-SMALL_COPY_DTYPES = FUSED_DTYPES - {torch.complex64, torch.complex128}
-SMALL_COPY_CONVERTS = {torch.int32, torch.int64}
-SMALL_COPY_ELEMENTS = 8192
-
-
-def takes_small_copy(pairs: Sequence[Pair]) -> bool:
-    """Whether SGLang's kernel takes these pairs, all or none. Overlap is left to `check_pairs`."""
-    devices = {tensor.device for pair in pairs for tensor in pair}
-    if len(pairs) < 2 or len(devices) > 1:
-        return False
-    return all(takes_small_pair(*pair) for pair in pairs)
-
-
-def takes_small_pair(dst: Tensor, src: Tensor) -> bool:
-    """Equal dtypes or int32 <-> int64, one or two dimensions, a destination that runs forward in memory."""
-    dtypes = {dst.dtype, src.dtype}
-    if not dtypes <= SMALL_COPY_DTYPES:
-        return False
-    if len(dtypes) == 2 and dtypes != SMALL_COPY_CONVERTS:
-        return False
-    if dst.shape != src.shape or dst.dim() not in (1, 2):
-        return False
-    if dst.numel() > SMALL_COPY_ELEMENTS:
-        return False
-    if dst.is_neg() or src.is_neg():
-        return False
-    if dst.requires_grad or src.requires_grad:
-        return False
-    *outer, inner = dst.stride()
-    row = max(dst.shape[-1], 1) * inner
-    return inner > 0 and all(stride >= row for stride in outer)
-
-
-ROUTES: dict[str, Callable] = {
-    "copy_plan": grouped_dma,
-    "fused": fused_pairs,
-}
-
-STRATEGIES: dict[str, Callable[[Step], list[Call]]] = {
-    "per_copy": per_copy,
+ROUTES = {"copy_plan": grouped_dma, "fused": fused_pairs}
+STRATEGIES = {
+    # One `copy_()` a field: SGLang before pull request 28465, and most engines today.
+    "per_copy": lambda step: fills(step) + copies(step.pairs),
     "uint8_view": uint8_view,
-    "grouped_foreach": grouped_foreach,
+    # One `_foreach_copy_` per dtype pair, every field inside, `hidden_states` too.
+    "grouped_foreach": lambda step: fills(step) + grouped(step.pairs),
     "grouped_foreach_dma": grouped_foreach_dma,
     "small_copy": small_copy,
-    "copy_plan": copy_plan,
-    "fused": fused,
+    "copy_plan": lambda step: grouped_dma(step.pairs + step.pads),  # padding in the groups, too
+    "fused": lambda step: fused_pairs(step.pairs + step.pads),
 }

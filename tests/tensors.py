@@ -157,6 +157,21 @@ def same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     return len(some) == len(others) and all(map(torch.equal, some, others))
 
 
+def without_denormals(tensors: Sequence[Tensor]) -> None:
+    """Triton's interpreter misreads those of bfloat16."""
+    for t in tensors:
+        if t.dtype == torch.bfloat16:
+            bits = torch.empty(0, dtype=torch.int16, device=t.device).set_(t.untyped_storage())
+            bits[(bits & 0x7F80) == 0] = 0
+
+
+def one_nan(converted: Sequence[Tensor]) -> None:
+    """The payload of a NaN that is converted is the device's own."""
+    for dst in converted:
+        if dst.is_floating_point() and dst.element_size() > 1:
+            dst.masked_fill_(dst.isnan(), torch.nan)
+
+
 def element_addresses(t: Tensor) -> list[int]:
     last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride())) if t.numel() else -1
     offsets = torch.arange(last + 1).as_strided(t.shape, t.stride()).flatten().tolist()

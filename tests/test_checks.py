@@ -23,17 +23,12 @@ I64 = torch.arange(4)
         (I64, I64[:1], r"expected .*shape \(4,\), got \(1,\)"),
         (I64[:1].expand(4), I64 + 1, r"overlap itself, got strides \(0,\)"),
         (I64, I64.to("meta"), "expected .* on cpu, got meta"),
-        (I64, (I64 + 1).to_sparse(), "expected a strided source, got torch.sparse_coo"),
-        (
-            I64,
-            torch.nested.nested_tensor([I64], layout=torch.jagged),
-            "expected a strided source, got nested",
-        ),
-        (I64[1:], I64[:-1], "shares memory with its own pair, in part"),
+        (I64, (I64 + 1).to_sparse(), "expected a strided source, .*got torch.sparse_coo"),
+        (I64, torch.nested.nested_tensor([I64], layout=torch.jagged), "strided source, .*got torch.jagged"),
+        (I64[1:], I64[:-1], "shares memory with"),
         (torch.zeros(4, requires_grad=True), torch.zeros(4), "expected .*without grad"),
-        (I64, None, "expected a tensor as source, got NoneType"),
-        ([1, 2], I64, "expected a tensor as destination, got list"),
-        (I64.numpy(), I64, "expected a tensor as destination, got ndarray"),
+        (I64, None, "expected a tensor as source, got .*NoneType"),
+        ([1, 2], I64, "expected a tensor as destination, got .*list"),
     ],
 )
 def test_a_refusal_names_the_field_what_was_expected_and_what_came(dst, src, says: str):
@@ -47,10 +42,8 @@ def test_a_refusal_names_both_pairs_that_share_memory_and_counts_lists():
     other = torch.ones(4, dtype=torch.int64)
     with pytest.raises(ValueError, match="positions: destination shares memory with seq_lens"):
         check_pairs([I64, I64[2:]], [other, other[2:]], ["seq_lens", "positions"])
-    with pytest.raises(ValueError, match="shares memory with pair"):
-        check_pairs([I64, other], [other + 1, I64])
     for lists in (([I64], []), ([I64, other], [other, I64], ["seq_lens"])):
-        with pytest.raises(ValueError, match="expected one source and one name a destination, got"):
+        with pytest.raises(ValueError, match=r"equal numbers of destinations, sources and names, got \("):
             check_pairs(*lists)
 
 
@@ -87,29 +80,25 @@ def test_a_check_does_not_take_longer_for_more_elements():
     storage = torch.empty(10**18, dtype=torch.uint8, device="meta")
     dst = storage.as_strided(shape, (11, 1_100_041, 12 * 10**10 + 13), 0)
     src = storage.as_strided(shape, (17, 2_200_067, 19 * 10**10 + 3), 5)
-    with pytest.raises(ValueError, match="in part"):
+    with pytest.raises(ValueError, match="shares memory"):
         check_pairs([dst], [src])
 
 
-def test_rows_within_wider_rows_lie_apart_and_columns_do_not():
-    """Positions of three axes, (3, tokens), and their padding: slices of one buffer, up to 64 rows."""
-    buffer, src = torch.zeros(3, 16), torch.zeros(3, 16)
-    check_pairs([buffer[:, :6], buffer[:, 6:]], [src[:, :6], src[:, 6:]])
-    with pytest.raises(ValueError, match="shares memory"):
-        check_pairs([buffer[:, :7], buffer[:, 6:]], [src[:, :7], src[:, 6:]])
-    with pytest.raises(ValueError, match="shares memory"):  # no byte in common: stated, and safe
-        check_pairs([buffer[:, 0], buffer[:, 1]], [src[:, 0], src[:, 1]])
-
-
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_sources_may_share_and_devices_are_told_apart(device: str):
-    a, b = torch.zeros(8, device=device), torch.zeros(8, device=device)
-    check_pairs([a[:4], a[4:]], [b[:4], b[2:6]])
+def test_what_shares_memory_and_what_does_not(device: str):
+    a, b = torch.zeros(3, 16, device=device), torch.zeros(3, 16, device=device)
+    check_pairs([a[:, :6], a[:, 6:]], [b[:, :6], b[:, 4:14]])  # slices of wider rows; sources may share
     check_pairs([a, a], [b, b])  # the same pair twice
-    check_pairs([a], [a.view(8)])
+    check_pairs([a], [a.view(3, 16)])
     check_pairs([a[:0], a[:0]], [a[:0], b[:0]])
-    with pytest.raises(ValueError, match="shares memory"):
-        check_pairs([a, a], [b, b + 1])
+    for dsts, srcs in (
+        ([a, a], [b, b + 1]),
+        ([a[:, :7], a[:, 6:]], [b[:, :7], b[:, 6:]]),
+        ([a, b], [b + 1, a]),
+        ([a[:, 0], a[:, 1]], [b[:, 0], b[:, 1]]),  # columns, no byte in common: stated, and safe
+    ):
+        with pytest.raises(ValueError, match="shares memory with pair"):
+            check_pairs(dsts, srcs)
 
 
 def test_dtypes_that_torch_does_not_convert_are_refused():
@@ -120,9 +109,7 @@ def test_dtypes_that_torch_does_not_convert_are_refused():
         try:
             to.copy_(of)
         except RuntimeError:
-            with pytest.raises(
-                ValueError, match=f"pair 0: expected a source that converts to {dst}, got {src}"
-            ):
+            with pytest.raises(ValueError, match=f"expected a source that converts to {dst}, got {src}"):
                 check_pairs([to], [of])
         else:
             check_pairs([to], [of])

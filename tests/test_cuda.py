@@ -163,7 +163,7 @@ def test_predicted_routes_of_single_calls_are_those_counted():
 def test_one_launch_holds_64_tensors_or_what_this_build_is_inferred_to_hold():
     """A difference here tells that lib.launches.foreach_limits infers the limits of this build wrong."""
     calls = {}
-    for n in (64, foreach_limits().tensors, foreach_limits().tensors + 1):
+    for n in (64, foreach_limits()[0], foreach_limits()[0] + 1):
         tensors = [torch.zeros(8, dtype=torch.int64, device=DEVICE) for _ in range(n)]
         calls[str(n)] = [Call("foreach", tensors, [t.clone() for t in tensors])]
     assert_counted_as_predicted(calls)
