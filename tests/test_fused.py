@@ -1,68 +1,23 @@
-"""The fused kernel: what it takes, the bytes it leaves, what is compiled when, and that it works alone."""
+"""The fused kernel: what it takes, the bytes it leaves, what is compiled when. See test_strategies, too."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import sys
-from functools import partial
 from importlib.util import find_spec
 
 import pytest
 import torch
-from hypothesis import given
 from torch import Tensor
 
 from lib import fused
 from lib.fused import BLOCK, MAX_PAIRS, FusedLaunch, describe
-from tests.tensors import DTYPES, Pairs, assert_copies_or_refuses, pairs, properties, random_values
+from tests.tensors import DTYPES, one_nan, random_values, without_denormals
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-CASES = int(os.environ.get("FUSED_CASES", "200"))  # the interpreter is slow; 2,000 by hand
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device")
 INT8, INT32, INT64 = torch.int8, torch.int32, torch.int64
 
 
-def copy(dsts: list[Tensor], srcs: list[Tensor]) -> None:
-    """All pairs, those that `describe` takes by one launch."""
-    taken = []
-    for dst, src in zip(dsts, srcs):
-        if describe(dst, src) is None:
-            dst.copy_(src)
-        else:
-            taken.append((dst, src))
-    if taken:
-        launch_dsts, launch_srcs = zip(*taken)
-        FusedLaunch(launch_dsts, launch_srcs)(launch_srcs)
-
-
 # ---- bytes, in Triton's interpreter ------------------------------------------------------------------------
-
-
-def _without_denormals(bfloats: Tensor) -> None:
-    """Triton's interpreter misreads them."""
-    bits = torch.empty(0, dtype=torch.int16).set_(bfloats.untyped_storage())
-    bits[(bits & 0x7F80) == 0] = 0
-
-
-@needs_triton
-@pytest.mark.filterwarnings("ignore:Casting complex values", "ignore:ComplexHalf", "ignore:.*in cast")
-@given(pairs(mutations=(None, None, None, 9), max_pairs=5))
-@properties(CASES)
-def test_bytes_are_those_of_a_loop_of_copy(case: Pairs):
-    """All bits of all dtypes, but the payload of a NaN that is converted: each device has its own."""
-    dsts, srcs = case
-    for src in srcs:
-        if src.dtype == torch.bfloat16:
-            _without_denormals(src)
-    settle = partial(_settle, [dst for dst, src in zip(dsts, srcs) if dst.dtype != src.dtype])
-    assert_copies_or_refuses((dsts, srcs), copy, settle=settle)
-
-
-def _settle(converted: list[Tensor]) -> None:
-    for dst in converted:
-        if dst.is_floating_point() and dst.element_size() > 1:
-            dst.masked_fill_(dst.isnan(), torch.nan)
 
 
 @needs_triton
@@ -70,15 +25,14 @@ def _settle(converted: list[Tensor]) -> None:
 @pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if not dtype.is_complex and dtype.itemsize > 1])
 def test_any_bits_of_a_dtype_convert_as_copy_does(dtype: torch.dtype):
     source = random_values((700, 3), dtype, 0)
-    if dtype == torch.bfloat16:
-        _without_denormals(source)
+    without_denormals([source])
     for src in (source, source[:, 1]):
         dsts = [torch.zeros(src.shape, dtype=other) for other in DTYPES]
         dsts = [dst for dst in dsts if describe(dst, src) is not None]
         assert len(dsts) >= 3
         FusedLaunch(dsts, [src] * len(dsts))([src] * len(dsts))
         expected = [torch.zeros_like(dst).copy_(src) for dst in dsts]
-        _settle([dst for dst in [*dsts, *expected] if dst.dtype != dtype])
+        one_nan([dst for dst in [*dsts, *expected] if dst.dtype != dtype])
         for dst, right in zip(dsts, expected):
             assert torch.equal(dst.view(torch.uint8), right.view(torch.uint8)), dst.dtype
 
@@ -100,7 +54,9 @@ def edges(device: str) -> tuple[list[Tensor], list[Tensor]]:
     return dsts, srcs
 
 
-def assert_edges(device: str) -> None:
+@needs_triton
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[needs_gpu, pytest.mark.cuda])])
+def test_edges(device: str):
     dsts, srcs = edges(device)
     for start in range(0, len(dsts), MAX_PAIRS):
         chunk = slice(start, start + MAX_PAIRS)
@@ -110,18 +66,6 @@ def assert_edges(device: str) -> None:
         around = torch.empty(0, dtype=dst.dtype, device=device).set_(dst.untyped_storage())
         around[dst.storage_offset() : dst.storage_offset() + dst.numel()] = 0
         assert around.eq(0).all()  # nothing else was written
-
-
-@needs_triton
-def test_edges():
-    assert_edges("cpu")
-
-
-@needs_triton
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device")
-def test_edges_on_a_gpu():
-    assert_edges("cuda")
 
 
 # ---- what is taken -----------------------------------------------------------------------------------------
@@ -157,21 +101,15 @@ TAKEN = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_left_to_copy(name: str):
-    assert describe(*REFUSED[name]) is None
-    with pytest.raises(ValueError, match="pair 1: expected one that `describe` takes"):
-        FusedLaunch([ONE.clone(), REFUSED[name][0]], [ONE, REFUSED[name][1]])
-
-
-def test_a_destination_without_a_source_is_refused():
+def test_what_is_taken_and_what_is_left_to_copy():
+    for name, pair in TAKEN.items():
+        assert describe(*pair) is not None, name
+    for name, (dst, src) in REFUSED.items():
+        assert describe(dst, src) is None, name
+        with pytest.raises(ValueError, match="pair 1: expected one that `describe` takes"):
+            FusedLaunch([ONE.clone(), dst], [ONE, src])
     with pytest.raises(ValueError, match="shorter"):
         FusedLaunch([ONE.clone(), ONE.clone()], [ONE])
-
-
-@pytest.mark.parametrize("name", TAKEN)
-def test_taken(name: str):
-    assert describe(*TAKEN[name]) is not None
 
 
 # ---- step after step ---------------------------------------------------------------------------------------
@@ -190,40 +128,25 @@ def test_a_launch_for_sources_to_come_serves_every_step():
         assert all(map(torch.equal, dsts, [srcs[0], srcs[1].int(), pad]))
 
 
-PLANNED = torch.ones(4, 2)
-MISFITS = {
-    "dtype": PLANNED.double(),
-    "shape": torch.ones(4, 3),
-    "broadcast": torch.ones(1, 2),
-    "strides": torch.ones(2, 4).t(),
-    "device": PLANNED.to("meta"),
-    "a negative bit": torch._neg_view(PLANNED),
-    "none": None,
-    "a number": 1.0,
-    "an array": PLANNED.numpy(),
-    "sparse": PLANNED.to_sparse(),
-}
-
-
-@pytest.mark.parametrize("name", MISFITS)
-def test_other_sources_do_not_fit(name: str):
-    launch = FusedLaunch([torch.zeros(4, 2), torch.zeros(2)], [PLANNED, torch.ones(2)])
-    assert launch.fits([PLANNED.clone(), torch.ones(2)])
-    assert not launch.fits([MISFITS[name], torch.ones(2)])
-    assert not launch.fits([PLANNED])
+def test_only_sources_as_planned_fit():
+    dst, planned = torch.zeros(4, 2), torch.ones(4, 2)
+    launch = FusedLaunch([dst, torch.zeros(2)], [planned, torch.ones(2)])
+    assert launch.fits([planned.clone(), torch.ones(2)]) and not launch.fits([planned])
+    for other in (
+        *(planned.double(), torch.ones(4, 3), torch.ones(1, 2), torch.ones(2, 4).t(), planned.to("meta")),
+        *(torch._neg_view(planned), None, 1.0, planned.numpy(), planned.to_sparse()),
+    ):
+        assert not launch.fits([other, torch.ones(2)]), other
+    strided = FusedLaunch([torch.zeros(3)], [torch.ones(3, 2)[:, 0]])
+    assert strided.fits([torch.zeros(3, 2)[:, 1]]) and not strided.fits([torch.zeros(3)])
 
 
 @needs_triton
-def test_strided_sources_fit_where_they_were_planned():
-    launch = FusedLaunch([torch.zeros(3)], [torch.ones(3, 2)[:, 0]])
-    assert launch.fits([torch.zeros(3, 2)[:, 1]]) and not launch.fits([torch.zeros(3)])
-
-
-@needs_triton
-def test_destinations_may_move():
+def test_destinations_may_move_and_autograd_is_not_involved():
     dst = torch.zeros(4)
     launch = FusedLaunch([dst[1:]], [torch.ones(3)])
-    launch([torch.ones(3)])
+    launch([torch.ones(3, requires_grad=True)])
+    assert dst.tolist() == [0, 1, 1, 1] and not dst.requires_grad
     address = dst.data_ptr()
     dst.share_memory_()
     launch([torch.full((3,), 2.0)])
@@ -238,15 +161,6 @@ def test_a_source_without_memory_is_refused():
     with pytest.raises(ValueError, match="source 0: expected memory of its own"):
         launch([source])
     assert dst.eq(0).all()
-
-
-@needs_triton
-def test_autograd_is_not_involved():
-    dst = torch.zeros(3)
-    source = torch.ones(3, requires_grad=True)
-    launch = FusedLaunch([dst], [source])
-    launch([source])
-    assert dst.eq(1).all() and not dst.requires_grad
 
 
 # ---- compiling ---------------------------------------------------------------------------------------------
@@ -294,42 +208,3 @@ def test_compiles_without_a_gpu_and_moves_16_bytes_at_once(target: tuple, tmp_pa
     compiled, _ = fused.kernel(launch.types, n_dims, torch.device("cuda"), GPUTarget(*target))
     code = compiled.asm["ptx" if target[0] == "cuda" else "amdgcn"]
     assert [access for access in TARGETS[target] if access not in code] == []
-
-
-# ---- alone -------------------------------------------------------------------------------------------------
-
-ALONE = """
-import sys
-if "without" in sys.argv:
-    sys.modules["triton"] = None
-import torch
-from fused import FusedLaunch, describe
-
-dst, src = torch.zeros(4, dtype=torch.int32), torch.arange(4)
-assert describe(dst, src) is not None
-launch = FusedLaunch([dst], [src])
-assert launch.fits([src])
-try:
-    launch([src])
-except ImportError as error:
-    print(error)
-print(dst.tolist())
-"""
-
-
-@pytest.mark.parametrize(
-    ("triton", "printed"),
-    [
-        pytest.param("with", "[0, 1, 2, 3]", marks=needs_triton),
-        ("without", "FusedLaunch needs Triton: pip install triton\n[0, 0, 0, 0]"),
-    ],
-)
-def test_the_file_works_alone_in_an_empty_folder(triton: str, printed: str, tmp_path):
-    shutil.copy(fused.__file__, tmp_path)
-    command = [sys.executable, "-c", ALONE, triton]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, env=_clean())
-    assert result.stdout.strip() == printed
-
-
-def _clean() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

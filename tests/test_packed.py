@@ -1,16 +1,11 @@
 """PackedInputs: pads, the ring of blocks, and everything that is refused."""
 
-import shutil
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lib import packed as packed_module
 from lib.packed import BLOCKS, PackedInputs
 
 FIELDS = {
@@ -24,7 +19,8 @@ FIELDS = {
 
 @given(st.lists(st.integers(0, 8), min_size=1, max_size=6), st.randoms())
 def test_a_step_leaves_what_was_written_and_pads(rows, random):
-    packed = PackedInputs(FIELDS, "cpu")
+    with torch.inference_mode(random.random() < 0.5):  # what is made in it serves outside
+        packed = PackedInputs(FIELDS, "cpu")
     addresses = {name: view.data_ptr() for name, view in packed.device.items()}
     for n in rows:
         tokens = [random.randrange(2**62) for _ in range(n)]
@@ -42,9 +38,8 @@ def test_a_step_leaves_what_was_written_and_pads(rows, random):
 
 def test_device_views_have_the_dtypes_and_shapes_asked_for_and_lie_in_one_allocation():
     views = PackedInputs(FIELDS, "cpu").device
-    assert {name: (tuple(view.shape), view.dtype) for name, view in views.items()} == {
-        name: field[:2] for name, field in FIELDS.items()
-    }
+    made = {name: (tuple(view.shape), view.dtype) for name, view in views.items()}
+    assert made == {name: field[:2] for name, field in FIELDS.items()}
     assert len({view.untyped_storage().data_ptr() for view in views.values()}) == 1
     assert all(view.storage_offset() * view.element_size() % 16 == 0 for view in views.values())
 
@@ -96,7 +91,7 @@ def test_writing_outside_a_step_is_refused():
     assert packed.device["slots"].tolist() == [-1] * 8
 
 
-def test_what_is_assigned_whole_is_uploaded_and_a_name_is_checked():
+def test_what_is_assigned_whole_is_uploaded():
     packed = PackedInputs(FIELDS, "cpu")
     with packed.step() as host:
         host["slots"] = np.arange(8)
@@ -107,34 +102,17 @@ def test_what_is_assigned_whole_is_uploaded_and_a_name_is_checked():
             host["input_ids"] = [1, 2, 3]
     assert packed.device["slots"].tolist() == list(range(8))
     assert packed.device["weights"].tolist() == [1.5] * 3
-    with pytest.raises(LookupError, match=r"slots: .*over"):
-        host["slots"] = np.arange(8)
 
 
-def test_what_is_made_in_inference_mode_serves_outside():
-    with torch.inference_mode():
-        packed = PackedInputs(FIELDS, "cpu")
-    with packed.step() as host:
-        host["slots"][:2] = 6
-    assert packed.device["slots"].tolist() == [6, 6] + [-1] * 6
-
-
-def test_steps_do_not_nest():
-    packed = PackedInputs(FIELDS, "cpu")
-    with pytest.raises(RuntimeError, match="a step is open"), packed.step(), packed.step():
-        pass
-    with packed.step() as host:
-        host["slots"][:] = 7
-    assert packed.device["slots"].tolist() == [7] * 8
-
-
-def test_an_error_inside_a_step_uploads_nothing():
+def test_an_error_inside_a_step_uploads_nothing_and_steps_do_not_nest():
     packed = PackedInputs(FIELDS, "cpu")
     with packed.step() as host:
         host["slots"][:] = 5
     for _ in range(3):
         with pytest.raises(ZeroDivisionError), packed.step() as host:
             host["slots"][:] = 1 // 0
+        with pytest.raises(RuntimeError, match="a step is open"), packed.step(), packed.step():
+            pass
         assert packed.device["slots"].tolist() == [5] * 8
     with packed.step() as host:
         host["slots"][:2] = 6
@@ -144,36 +122,16 @@ def test_an_error_inside_a_step_uploads_nothing():
 @pytest.mark.parametrize(
     "field",
     [
-        ((4,), torch.bfloat16, 0),
-        ((4,), torch.float8_e4m3fn, 0),
-        ((4,), "int64", 0),
-        ((-4,), torch.int64, 0),
-        ((2.5,), torch.int64, 0),
-        (4, torch.int64, 0),
-        ((4,), torch.int64, 1.5),
-        ((4,), torch.int64, float("nan")),
-        ((4,), torch.uint8, -1),
-        ((4,), torch.int32, 2**40),
-        ((4,), torch.int64, 2**70),
-        ((4,), torch.bool, 2),
-        ((4,), torch.int64, "zero"),
+        *(((4,), torch.bfloat16, 0), ((4,), "int64", 0)),  # none of numpy's dtypes
+        *(((-4,), torch.int64, 0), ((2.5,), torch.int64, 0), (4, torch.int64, 0)),
+        *(((4,), torch.int64, 1.5), ((4,), torch.int64, float("nan")), ((4,), torch.uint8, -1)),
+        *(((4,), torch.int64, 2**70), ((4,), torch.bool, 2), ((4,), torch.int64, "zero")),
     ],
     ids=str,
 )
 def test_a_field_that_cannot_be_is_refused_by_name(field):
     with pytest.raises(ValueError, match=r"^positions: expected"):
         PackedInputs({"input_ids": ((4,), torch.int64, 0), "positions": field}, "cpu")
-
-
-def test_the_file_works_alone_in_an_empty_folder(tmp_path):
-    shutil.copy(packed_module.__file__, tmp_path)
-    code = (
-        "import torch, packed\n"
-        "p = packed.PackedInputs({'a': ((3,), torch.int64, 9)}, 'cpu')\n"
-        "with p.step() as host: host['a'][0] = 1\n"
-        "assert p.device['a'].tolist() == [1, 9, 9]"
-    )
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
 
 
 @pytest.mark.cuda
