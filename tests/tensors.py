@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from random import Random
 
 import torch
 from hypothesis import HealthCheck, settings
@@ -54,26 +55,31 @@ def random_values(shape: Sequence[int], dtype: torch.dtype, seed: int) -> Tensor
 
 def laid_out(layout: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
     """A tensor of this shape whose memory lies as the layout says; plain where the layout does not apply."""
-    if layout == "offset":
-        return random_values((math.prod(shape) + 1,), dtype, seed)[1:].view(shape)
-    if layout == "transposed":
-        return random_values(shape[::-1], dtype, seed).permute(tuple(reversed(range(len(shape)))))
-    if layout == "wider" and shape:
-        return random_values((*shape[:-1], shape[-1] + 2), dtype, seed)[..., : shape[-1]]
-    if layout == "stepped" and shape:
-        return random_values((*shape[:-1], 2 * shape[-1]), dtype, seed)[..., ::2]
-    if layout == "column":
-        return random_values((*shape, 3), dtype, seed)[..., 1]
-    if layout == "expanded" and shape:
-        return random_values((1, *shape[1:]), dtype, seed).expand(shape)
-    if layout == "broadcast":
-        return random_values((1,) * len(shape), dtype, seed).expand(shape)
-    plain = random_values(shape, dtype, seed)
-    if layout == "conj" and dtype.is_complex:
-        return plain.conj()
-    if layout == "neg" and dtype in NEGATABLE:
-        return torch._neg_view(plain)
-    return plain
+    *outer, last = shape or (1,)
+
+    def new(*sizes: int) -> Tensor:
+        return random_values(sizes, dtype, seed)
+
+    match layout:
+        case "offset":
+            return new(math.prod(shape) + 1)[1:].view(shape)
+        case "transposed":
+            return new(*shape[::-1]).permute(tuple(reversed(range(len(shape)))))
+        case "wider" if shape:
+            return new(*outer, last + 2)[..., :last]
+        case "stepped" if shape:
+            return new(*outer, 2 * last)[..., ::2]
+        case "column":
+            return new(*shape, 3)[..., 1]
+        case "expanded" if shape:
+            return new(1, *shape[1:]).expand(shape)
+        case "broadcast":
+            return new(*(1 for _ in shape)).expand(shape)
+        case "conj" if dtype.is_complex:
+            return new(*shape).conj()
+        case "neg" if dtype in NEGATABLE:
+            return torch._neg_view(new(*shape))
+    return new(*shape)
 
 
 @st.composite
@@ -83,19 +89,17 @@ def pairs(
     mutations: Sequence[int | None] = (*[None] * 6, *range(10)),
     max_pairs: int = 6,
 ) -> Pairs:
-    """Destinations and sources, mostly fit to be copied.
+    """Destinations and sources, mostly fit to be copied; how many and what is wrong with them shrinks.
 
     Mutations are what an engine gets wrong, or does and gets away with; see `_mutate`. None leaves them fit.
     """
-    numbers = draw(st.lists(st.integers(0, 2**24 - 1), max_size=max_pairs))
-    seed = draw(st.integers(0, 1000))
+    n_pairs = draw(st.integers(0, max_pairs))
+    seed = draw(st.integers(0, 2**31))  # of the rest: drawing all by itself takes most of the time
+    choose = Random(seed).choice
     dsts, srcs = [], []
-    for i, number in enumerate(numbers):
-        chosen = []  # decoded from one number: drawing each by itself takes most of the time
-        for options in (SHAPES, dtypes, [None, None, *dtypes], LIKELY + DST_LAYOUTS, LIKELY + SRC_LAYOUTS):
-            number, which = divmod(number, len(options))
-            chosen.append(options[which])
-        shape, dtype, src_dtype, dst_layout, src_layout = chosen
+    for i in range(n_pairs):
+        shape, dtype, src_dtype = choose(SHAPES), choose(dtypes), choose([None, None, *dtypes])
+        dst_layout, src_layout = choose(LIKELY + DST_LAYOUTS), choose(LIKELY + SRC_LAYOUTS)
         if src_layout == "neg" and dtype not in NEGATABLE:  # copy_ itself cannot
             src_layout = "contiguous"
         dsts.append(laid_out(dst_layout, shape, dtype, seed + 2 * i))

@@ -26,6 +26,8 @@ I64 = torch.arange(4)
         (I64, (I64 + 1).to_sparse(), "expected a strided source, .*got torch.sparse_coo"),
         (I64, torch.nested.nested_tensor([I64], layout=torch.jagged), "strided source, .*got torch.jagged"),
         (I64[1:], I64[:-1], "shares memory with"),
+        (I64, I64.view(torch.float64), "shares memory with"),
+        (I64.as_strided((2, 2), (1, 1)), I64.view(2, 2) + 1, "overlap itself"),
         (torch.zeros(4, requires_grad=True), torch.zeros(4), "expected .*without grad"),
         (I64, None, "expected a tensor as source, got .*NoneType"),
         ([1, 2], I64, "expected a tensor as destination, got .*list"),

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import gc
-import shutil
-import subprocess
 import sys
-from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lib import CopyPlan, ReplayCopies, StaticInput, copies, grouped, grouped_foreach_copy_
+from lib import CopyPlan, ReplayCopies, StaticInput, grouped, grouped_foreach_copy_
 from lib.copies import DEFAULT_DMA_BYTES
 from lib.launches import launches
 from tests.tensors import (
@@ -33,7 +29,6 @@ from tests.tensors import (
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:Casting complex values", "ignore:ComplexHalf support")
-FIT = (None, 3, 8)  # mutations that leave pairs fit: as they are, onto itself, the same pair twice
 
 
 def dtypes(tensors: list[Tensor]) -> list[torch.dtype]:
@@ -43,9 +38,13 @@ def dtypes(tensors: list[Tensor]) -> list[torch.dtype]:
 # ---- any pairs --------------------------------------------------------------------------------------------
 
 
-@given(pairs(), st.integers(0, 2))
+@given(pairs(), st.integers(0, 2), st.sampled_from([None, 16, DEFAULT_DMA_BYTES]))
 @properties(2_000)
-def test_they_leave_what_a_loop_of_copy_leaves_or_refuse(case: Pairs, n_constants: int):
+def test_they_leave_what_a_loop_of_copy_leaves_or_refuse(
+    case: Pairs, n_constants: int, dma_bytes: int | None
+):
+    """By foreach calls that CUDA fuses: one dtype pair a call, nothing on the slow path."""
+
     def planned(dsts: list[Tensor], srcs: list[Tensor]) -> None:
         twice = len(set(map(id, dsts))) < len(dsts)
         n = 0 if twice else min(n_constants, len(dsts), len(srcs))
@@ -54,6 +53,9 @@ def test_they_leave_what_a_loop_of_copy_leaves_or_refuse(case: Pairs, n_constant
         plan = CopyPlan(dsts[n:], types, constants=constants, check="full")
         plan(srcs[n:])
         plan(srcs[n:])  # as steps are
+        calls = [*grouped(zip(dsts, srcs), dma_bytes), *plan.calls(), *plan.calls(srcs[n:])]
+        made = launches([call for call in calls if call.op == "foreach"])
+        assert {launch.kind for launch in made} <= {"foreach"}
 
     assert_copies_or_refuses(case, grouped_foreach_copy_, planned)
 
@@ -78,22 +80,6 @@ def test_one_plan_serves_any_sources_of_its_shapes(case: Pairs, seed: int):
         assert same(memory, expected)
         as_planned = dtypes(sources) == dtypes(srcs) and not any(s.is_conj() or s.is_neg() for s in sources)
         assert plan.misses - missed == (not as_planned or not all(s.is_contiguous() for s in sources))
-
-
-@given(pairs(mutations=FIT, max_pairs=10), st.sampled_from([None, 16, DEFAULT_DMA_BYTES]))
-@properties(400)
-def test_every_foreach_call_is_one_that_cuda_fuses(case: Pairs, dma_bytes: int | None):
-    """One dtype pair a call, each pair once; none that the kernel refuses, none that takes the slow path."""
-    dsts, srcs = case
-    calls, plan = grouped(zip(dsts, srcs), dma_bytes), CopyPlan(dsts, dtypes(srcs))
-    made = Counter((id(d), id(s)) for call in calls for d, s in zip(call.dsts, call.srcs))
-    assert made >= Counter((id(d), id(s)) for d, s in zip(dsts, srcs) if d.numel()) and made.total() <= len(
-        dsts
-    )
-    for call in (*calls, *plan.calls(), *plan.calls(srcs)):
-        if call.op == "foreach":
-            assert len({(d.dtype, s.dtype) for d, s in zip(call.dsts, call.srcs)}) == 1
-            assert {launch.kind for launch in launches([call])} <= {"foreach"}
 
 
 # ---- a plan -----------------------------------------------------------------------------------------------
@@ -128,14 +114,14 @@ class Wrapper(Tensor):
 @pytest.mark.parametrize(
     ("position", "change", "says"),
     [
-        (1, lambda src: None, "topk_p: expected a tensor .*got NoneType"),
+        (1, lambda src: None, "topk_p: expected a tensor .*got .*NoneType"),
         (0, Tensor.tolist, "seq_lens: expected a tensor .*got .*list"),
         (0, Tensor.numpy, "seq_lens: expected a tensor .*got .*ndarray"),
         (2, lambda src: src[:3], r"hidden_states: expected .*shape \(4, 3\), got \(3, 3\)"),
         (0, lambda src: src[:1], r"seq_lens: expected .*shape \(4,\), got \(1,\)"),  # copy_ would broadcast
         (2, lambda src: src.to("meta"), "hidden_states: expected .*cpu, got meta"),
         (1, Tensor.to_sparse, "topk_p: expected a strided source"),
-        (1, Wrapper, "topk_p: expected a source of class Tensor, got Wrapper"),
+        (1, Wrapper, "topk_p: expected a source of .*Tensor.*, got .*Wrapper"),
     ],
 )
 def test_a_source_that_does_not_fit_is_named_and_nothing_is_written(position: int, change, says: str):
@@ -157,9 +143,9 @@ def test_a_source_that_does_not_fit_is_named_and_nothing_is_written(position: in
         assert all(torch.equal(dst[:4], src) for dst, src in zip(dsts, srcs))
 
 
-def test_wrong_lists_destinations_and_constants_are_refused():
+def test_wrong_lists_destinations_constants_and_options_are_refused():
     ids, probs, _ = dsts = buffers()
-    with pytest.raises(ValueError, match="2 sources"):
+    with pytest.raises(ValueError, match=r"sources and names, got \(3, 2, 3\)"):
         plan_of(dsts)([ids[:4], probs[:4]])
     for wrong, constants in (
         ([ids, ids[1:]], []),
@@ -169,33 +155,15 @@ def test_wrong_lists_destinations_and_constants_are_refused():
     ):
         with pytest.raises(ValueError, match=r"shape|shares memory|overlap itself"):
             CopyPlan(wrong, dtypes(wrong), constants=constants)
-    for types, names in (([torch.int64], None), (dtypes(dsts), ["a"])):
+    for types, options in (
+        ([torch.int64], {}),
+        (dtypes(dsts), {"names": ["a"]}),
+        (dtypes(dsts), {"check": "ful"}),
+    ):
         with pytest.raises(ValueError):
-            CopyPlan(dsts, types, names)
-
-
-UNFIT = {  # a pair over memory of four floats
-    "float4": lambda b: (b[:1].view(torch.uint8)[:1].view(torch.float4_e2m1fn_x2), torch.zeros(1).long()),
-    "size-1 strides": lambda b: (b.as_strided((1, 4), (4, 1)), b.as_strided((1, 4), (9, 1))),
-    "overlaps itself": lambda b: (b.as_strided((2, 2), (1, 1)), torch.zeros(2, 2)),
-    "quantized": lambda b: (b[:3], torch.quantize_per_tensor(torch.zeros(3), 0.1, 0, torch.qint8)),
-    "onto itself as another dtype": lambda b: (b.view(torch.int32), b),
-}
-
-
-@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
-@pytest.mark.parametrize("what", UNFIT)
-def test_what_torch_refuses_leaves_the_other_pairs_unwritten(what: str):
-    """Whatever the order of the groups."""
-    dst, src = UNFIT[what](torch.zeros(4))
-    for order in (slice(None), slice(None, None, -1)):
-        first = torch.zeros(3, dtype=torch.int32)
-        dsts, srcs = [first, dst][order], [torch.ones_like(first), src][order]
-        with pytest.raises(ValueError, match=r"^pair [01]: "):
-            grouped_foreach_copy_(dsts, srcs)
-        with pytest.raises((ValueError, RuntimeError)):
-            CopyPlan(dsts, dtypes(srcs), check="step" if what == "float4" else "full")(srcs)
-        assert first.eq(0).all()
+            CopyPlan(dsts, types, **options)
+    with pytest.raises(ValueError):
+        ReplayCopies({}, pad_to="bufer")
 
 
 def test_a_full_check_finds_a_source_that_lies_in_a_destination():
@@ -239,15 +207,6 @@ def test_a_destination_whose_storage_moves_is_still_written(move):
     assert buffer[:8].tolist() == [-1.0] * 4 + [-2.0] * 4
     with pytest.raises(ValueError, match="shares memory"):
         plan([torch.full((4,), -1.0), buffer[:4]])
-
-
-def test_slices_on_meta_are_checked_like_any_others():
-    """Their data_ptr() is an offset, no address."""
-    a, b, c, d = (torch.empty(8, device="meta") for _ in range(4))
-    for copy in (grouped_foreach_copy_, lambda d, s: CopyPlan(d, dtypes(s), check="full")(s)):
-        copy([a[4:], c[4:]], [b[4:], d[4:]])
-        with pytest.raises(ValueError, match="shares memory"):
-            copy([a[4:], a[6:]], [b[4:], d[6:]])
 
 
 def test_autograd_records_nothing_and_inference_mode_is_kept_apart():
@@ -381,14 +340,13 @@ def test_padding_that_shares_memory_is_named():
     assert buffer.eq(0).all()
 
 
-@pytest.mark.parametrize("check", ["step", "full"])
-def test_rows_between_other_dimensions_are_padded(check: str):
+def test_rows_between_other_dimensions_are_padded():
     """As of embeddings by layer: (2, tokens, 3)."""
-    field = StaticInput(torch.zeros(2, 8, 3), pad=9, dim=1)
-    src = torch.rand(2, 5, 3)
-    ReplayCopies({"embeds": field}, check=check)({"embeds": src}, 5, 7)
-    assert torch.equal(field.buffer[:, :5], src)
-    assert field.buffer[:, 5:7].eq(9).all() and field.buffer[:, 7:].eq(0).all()
+    for check in ("step", "full"):
+        field, src = StaticInput(torch.zeros(2, 8, 3), pad=9, dim=1), torch.rand(2, 5, 3)
+        ReplayCopies({"embeds": field}, check=check)({"embeds": src}, 5, 7)
+        assert torch.equal(field.buffer[:, :5], src)
+        assert field.buffer[:, 5:7].eq(9).all() and field.buffer[:, 7:].eq(0).all()
 
 
 def test_a_section_prepares_its_plans_and_keeps_no_more_than_a_thousand():
@@ -405,47 +363,3 @@ def test_a_section_prepares_its_plans_and_keeps_no_more_than_a_thousand():
     for batch_size in range(1, 1_101):
         many({"rids": torch.ones(batch_size, dtype=torch.int64)}, batch_size, 1_100)
     assert len(many.plans) <= 1_024
-
-
-ALONE = """
-import torch
-from copies import CopyPlan, ReplayCopies, StaticInput, grouped_foreach_copy_
-
-def expect(says, copy, *arguments):
-    try:
-        copy(*arguments)
-    except ValueError as error:
-        assert str(error).startswith(says), error
-    else:
-        raise AssertionError(arguments)
-
-a, b = dsts = [torch.zeros(4, dtype=torch.int64), torch.zeros(4)]
-one, other = srcs = [torch.ones(4, dtype=torch.int64), torch.ones(4, dtype=torch.int64)]
-plan = CopyPlan(dsts, [torch.int64] * 2, ["a", "b"])
-for copy in (lambda srcs: grouped_foreach_copy_(dsts, srcs, ["a", "b"]), plan):
-    copy([one + 1, other + 1])
-    for bad in (None, [1, 2, 3, 4], other[:2], other.to("meta")):
-        expect("b: expected", copy, [one, bad])
-    assert all(dst.eq(2).all() for dst in dsts)
-    copy(srcs)
-section = ReplayCopies({"a": StaticInput(a, pad=7), "b": StaticInput(b, required=False)})
-section({"a": one[:3], "b": None}, 3, 4)
-assert a.tolist() == [1, 1, 1, 7]
-expect("a: required", section, {"b": other}, 4, 4)
-print("all right")
-"""
-
-
-def test_the_file_works_alone_in_an_empty_folder(tmp_path: Path):
-    """With its own few checks, which name the field, too."""
-    shutil.copy(copies.__file__, tmp_path / "copies.py")
-    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}){ALONE}"
-    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, cwd=tmp_path)
-    assert done.stdout == "all right\n", done.stderr
-
-
-def test_a_misspelled_option_is_refused():
-    with pytest.raises(ValueError):
-        CopyPlan([torch.zeros(2)], [torch.float32], check="ful")
-    with pytest.raises(ValueError):
-        ReplayCopies({}, pad_to="bufer")
