@@ -217,8 +217,6 @@ def test_autograd_records_nothing_and_inference_mode_is_kept_apart():
         assert not dst.requires_grad and dst.tolist() == [2.0] * 4
         assert torch.is_grad_enabled()
         dst.zero_()
-    with pytest.raises(ValueError, match="grad"):
-        grouped_foreach_copy_([src], [dst])
     with torch.inference_mode():
         dst = torch.zeros(4)
         plan = CopyPlan([dst], [torch.float32])
@@ -321,7 +319,6 @@ def test_what_a_section_refuses_is_named_and_nothing_is_written():
         ({"seq_lens": None}, (3, 4), "seq_lens: required field is missing"),
         ({"positions": inputs["seq_lens"]}, (3, 4), "positions: expected .*one of"),
         ({"rids": [1, 2, 3]}, (3, 4), "rids: expected a tensor"),
-        ({"rids": [1, 2, 3]}, (2, 4), "rids: expected a tensor"),
         ({}, (2, 4), "expected .*shape"),
         ({}, (0, 4), "expected 1 to 8 requests, got 0"),
         ({}, (5, 4), "expected 1 to 8 requests, got 5 of 4"),
@@ -330,14 +327,6 @@ def test_what_a_section_refuses_is_named_and_nothing_is_written():
         with pytest.raises(ValueError, match=says):
             copy(inputs | change, *sizes)
     assert same([field.buffer for field in fields.values()], before)
-
-
-def test_padding_that_shares_memory_is_named():
-    buffer = torch.zeros(8)
-    shared = ReplayCopies({name: StaticInput(buffer[first:], pad=1) for name, first in (("a", 0), ("b", 1))})
-    with pytest.raises(ValueError, match="padding of a: destination shares memory with b"):
-        shared({"a": torch.ones(1), "b": torch.ones(1)}, 1, 4)
-    assert buffer.eq(0).all()
 
 
 def test_rows_between_other_dimensions_are_padded():

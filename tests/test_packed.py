@@ -21,6 +21,10 @@ FIELDS = {
 def test_a_step_leaves_what_was_written_and_pads(rows, random):
     with torch.inference_mode(random.random() < 0.5):  # what is made in it serves outside
         packed = PackedInputs(FIELDS, "cpu")
+    made = {name: (tuple(view.shape), view.dtype) for name, view in packed.device.items()}
+    assert made == {name: field[:2] for name, field in FIELDS.items()}
+    assert len({view.untyped_storage().data_ptr() for view in packed.device.values()}) == 1
+    assert all(view.storage_offset() * view.itemsize % 16 == 0 for view in packed.device.values())
     addresses = {name: view.data_ptr() for name, view in packed.device.items()}
     for n in rows:
         tokens = [random.randrange(2**62) for _ in range(n)]
@@ -34,14 +38,6 @@ def test_a_step_leaves_what_was_written_and_pads(rows, random):
         assert packed.device["weights"].tolist() == [0.5] * 3
         assert packed.device["masks"].all()
     assert addresses == {name: view.data_ptr() for name, view in packed.device.items()}
-
-
-def test_device_views_have_the_dtypes_and_shapes_asked_for_and_lie_in_one_allocation():
-    views = PackedInputs(FIELDS, "cpu").device
-    made = {name: (tuple(view.shape), view.dtype) for name, view in views.items()}
-    assert made == {name: field[:2] for name, field in FIELDS.items()}
-    assert len({view.untyped_storage().data_ptr() for view in views.values()}) == 1
-    assert all(view.storage_offset() * view.element_size() % 16 == 0 for view in views.values())
 
 
 def test_a_block_in_flight_is_never_overwritten_nor_lent(monkeypatch):

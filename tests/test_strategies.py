@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lib.copies import DEFAULT_DMA_BYTES, grouped_dma, run
+from lib.copies import DEFAULT_DMA_BYTES, grouped_dma
 from lib.launches import KINDS, launches
 from lib.strategies import STRATEGIES, Step, grouped_foreach_dma
 from tests.tensors import (
@@ -83,16 +83,6 @@ def test_uint8_view_names_the_field():
         STRATEGIES["uint8_view"](Step.of([dst], [src[:, 0]], ["positions"]))
     with pytest.raises(ValueError, match=r"seq_lens: .*convert torch.int64 to torch.int32"):
         STRATEGIES["uint8_view"](Step.of([dst.int()], [dst], ["seq_lens"]))
-
-
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_autograd_records_nothing_and_the_next_step_is_served_too(name: str):
-    if name in TRITON:
-        pytest.importorskip("triton")
-    dsts, weight = [torch.zeros(3), torch.zeros(3)], torch.ones(3, requires_grad=True)
-    for factor in (2.0, 3.0):
-        run(STRATEGIES[name](Step.of(dsts, [weight * factor, weight.detach()])))
-        assert not any(dst.requires_grad for dst in dsts) and dsts[0].eq(factor).all()
 
 
 def test_what_is_large_alone_or_empty():
