@@ -6,7 +6,7 @@ STRATEGIES. ROUTES has those that need pairs alone: their calls a `CopyPlan` or 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from lib.checks import check_pairs
-from lib.copies import DEFAULT_DMA_BYTES, Call, Tensors, grouped, grouped_dma
+from lib.copies import DEFAULT_DMA_BYTES, FUSED_DTYPES, Call, Pairs, Tensors, grouped, grouped_dma
 from lib.fused import MAX_PAIRS, FusedLaunch, describe
 from lib.launches import obstacles
 
 Pair = tuple[Tensor, Tensor]
-Pairs = Iterable[Pair]
 Calls = list[Call]
 
 
@@ -75,8 +74,7 @@ def uint8_view(step: Step) -> Calls:
     dsts = []
     srcs = []
     for name, (dst, src) in step.small.items():
-        converts = dst.dtype != src.dtype
-        if converts:
+        if dst.dtype != src.dtype:
             raise ValueError(f"{name}: bytes cannot convert {src.dtype} to {dst.dtype}")
         try:
             dsts.append(dst.view(torch.uint8))
@@ -103,7 +101,10 @@ def small_copy(step: Step) -> Calls:
 
 def takes_small_pair(dst: Tensor, src: Tensor) -> bool:
     """Whether SGLang 0.5.23's kernel takes a pair (kernels/ops/memory/small_copy.py, `try_small_copy`)."""
-    if dst.dtype != src.dtype and {dst.dtype, src.dtype} != {torch.int32, torch.int64}:
+    dtypes = {dst.dtype, src.dtype}
+    if len(dtypes) > 1 and dtypes != {torch.int32, torch.int64}:
+        return False
+    if not dtypes <= FUSED_DTYPES or dst.is_complex() or src.requires_grad:
         return False
     if describe(dst, src) is None or dst.numel() > 8192:
         return False

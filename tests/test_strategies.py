@@ -125,6 +125,9 @@ I64, F32 = torch.zeros(8, dtype=torch.int64), torch.zeros(2, 8)
         (F32.double(), F32 + 1, False),
         (I64.int(), I64.short(), False),
         (F32, torch._neg_view(F32 + 1), False),
+        (F32, (F32 + 1).requires_grad_(), False),
+        (F32.to(torch.complex64), torch.ones(2, 8, dtype=torch.complex64), False),
+        (I64.to(torch.uint16), torch.ones(8, dtype=torch.uint16), False),
     ],
 )
 def test_small_copy_takes_all_pairs_or_groups_them(dst: Tensor, src: Tensor, taken: bool):
