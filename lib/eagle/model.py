@@ -35,9 +35,9 @@ def causal_attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def kv_pool(config: EagleConfig, layers: int, device: Device) -> Tensor:
-    """Keys, then values, of every slot: (layers, slots, 2 * H). Slot 0 takes the writes of padding."""
-    width = 2 * config.hidden_size
-    return torch.zeros(layers, config.kv_slots, width, dtype=config.dtype, device=device)
+    """Keys, then values, of every slot: (layers, slots, 2 * H)."""
+    shape = (layers, config.kv_slots, 2 * config.hidden_size)
+    return torch.zeros(shape, dtype=config.dtype, device=device)
 
 
 @dataclass
@@ -53,36 +53,22 @@ class PoolAttention:
     read_slots: Tensor  # (B, C) int64
     mask: Tensor  # (B, T, C) bool, true where a row sees a column
 
-    def __call__(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-    ) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         slots = self.pool[layer]
-        written = torch.cat((k, v), dim=1)
-        slots[self.write_slots] = join_heads(written)
+        slots[self.write_slots] = join_heads(torch.cat((k, v), dim=1))
         read = F.embedding(self.read_slots, slots)
-        k, v = split_heads(read, written.shape[1]).chunk(2, dim=1)
+        k, v = split_heads(read, 2 * q.shape[1]).chunk(2, dim=1)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask[:, None])
 
 
-def prefix_slots(
-    table: Tensor,
-    requests: Tensor,
-    lens: Tensor,
-    rows: int,
-) -> tuple[Tensor, Tensor]:
-    """Slots (B, C) of each request's first tokens, from a table (requests, C); mask (B, rows, C) of its lens.
+def prefix_slots(table: Tensor, requests: Tensor, lens: Tensor) -> tuple[Tensor, Tensor]:
+    """Slots (B, C) of requests' tokens by a table (requests, C); mask (B, T, C) of the first `lens` (B, T).
 
-    Columns past the end repeat the first slot, so that masked columns read the request's own values.
+    No row may see more than the last. Columns that it does not see repeat the request's first slot.
     """
     slots = table[requests]
-    columns = torch.arange(slots.shape[1], device=slots.device)
-    valid = columns < lens[:, None]
-    slots = torch.where(valid, slots, slots[:, :1])
-    return slots, valid[:, None].expand(-1, rows, -1)
+    mask = torch.arange(slots.shape[1], device=slots.device) < lens[..., None]
+    return torch.where(mask[:, -1], slots, slots[:, :1]), mask
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:
@@ -96,16 +82,14 @@ def join_heads(x: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, positions: Tensor) -> Tensor:
-    """Rotary embedding of x (B, heads, T, head_dim) at positions (B, T)."""
+    """Rotary embedding of x (B, heads, T, head_dim) at positions (B, T): halves of a head are pairs."""
     half = x.shape[-1] // 2
-    steps = torch.arange(half, device=x.device)
-    frequencies = 10000.0 ** (-steps / half)
-    signed = torch.cat((-frequencies, frequencies))  # the halves of a head turn against each other
-    angles = positions[:, None, :, None] * signed
-    swapped = x.roll(half, dims=-1)
+    frequencies = 10000.0 ** (-torch.arange(half, device=x.device) / half)
+    angles = positions[:, None, :, None] * frequencies
     cos = angles.cos().to(x.dtype)
     sin = angles.sin().to(x.dtype)
-    return x * cos + swapped * sin
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
 class DecoderLayer(nn.Module):
@@ -124,20 +108,12 @@ class DecoderLayer(nn.Module):
         self.gate_up = nn.Linear(hidden, 2 * inner, bias=False)
         self.down = nn.Linear(inner, hidden, bias=False)
 
-    def forward(
-        self,
-        x: Tensor,
-        positions: Tensor,
-        attention: Attention,
-    ) -> Tensor:
-        qkv = self.qkv(self.attn_norm(x))
-        qkv = split_heads(qkv, 3 * self.heads)
-        qk, v = qkv.tensor_split((2 * self.heads,), dim=1)
-        q, k = rotate(qk, positions).chunk(2, dim=1)
-        mixed = attention(self.index, q, k, v)
+    def forward(self, x: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+        qkv = split_heads(self.qkv(self.attn_norm(x)), 3 * self.heads)
+        q, k, v = qkv.chunk(3, dim=1)
+        mixed = attention(self.index, rotate(q, positions), rotate(k, positions), v)
         x = x + self.out(join_heads(mixed))
-        gate_up = self.gate_up(self.mlp_norm(x))
-        gate, up = gate_up.chunk(2, dim=-1)
+        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
         return x + self.down(F.silu(gate) * up)
 
 
@@ -151,12 +127,7 @@ class TargetModel(nn.Module):
         self.norm = nn.RMSNorm(config.hidden_size, eps=1e-5)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        attention: Attention,
-    ) -> Tensor:
+    def forward(self, input_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """input_ids, positions (B, T) -> features (B, T, H). `lm_head` makes logits of them."""
         x = self.embed(input_ids)
         for layer in self.layers:
@@ -173,13 +144,7 @@ class EagleHead(nn.Module):
         self.fc = nn.Linear(2 * hidden, hidden, bias=False)
         self.layer = DecoderLayer(config, 0)
 
-    def forward(
-        self,
-        embedded: Tensor,
-        hidden: Tensor,
-        positions: Tensor,
-        attention: Attention,
-    ) -> Tensor:
+    def forward(self, embedded: Tensor, hidden: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """Embedded tokens and hidden (B, T, H), positions (B, T) -> features (B, T, H)."""
         pair = torch.cat((embedded, hidden), dim=-1)
         return self.layer(self.fc(pair), positions, attention)
@@ -196,28 +161,8 @@ class DraftModel:
     req_to_token: Tensor  # (1 + max_batch_size, max_context_len) int64; row 0 belongs to padding
 
     @classmethod
-    def random(
-        cls,
-        config: EagleConfig,
-        device: Device = "cpu",
-        seed: int = 0,
-    ) -> DraftModel:
-        """Seeded random weights, every pool slot in use: a wrongly copied field changes the output.
-
-        Raises ValueError where `kv_slots` does not hold every request at full length.
-        """
-        # A request owns one stretch of slots: for its tokens, then for its draft branches.
-        context = config.max_context_len
-        requests = config.max_batch_size
-        stretch = context + config.topk * config.num_steps
-        needed = 1 + stretch * requests
-        if needed > config.kv_slots:
-            raise ValueError(
-                f"kv_slots: expected at least {needed} for a random model, got {config.kv_slots}"
-            )
-        slots = torch.arange(1, needed, device=device).view(requests, stretch)
-        req_to_token = F.pad(slots[:, :context], (0, 0, 1, 0))
-
+    def random(cls, config: EagleConfig, device: Device = "cpu", seed: int = 0) -> DraftModel:
+        """Seeded random weights, every pool slot in use: a wrongly copied field changes the output."""
         generator = torch.Generator(device).manual_seed(seed)
         with torch.device("meta"):  # no time for initial values that are thrown away
             target = TargetModel(config)
@@ -225,12 +170,12 @@ class DraftModel:
         for module in (target.embed, target.lm_head, head):
             module.to(config.dtype).to_empty(device=device).requires_grad_(False)
             for weight in module.parameters():
-                if weight.dim() == 1:  # of a norm
-                    weight.fill_(1)
-                else:
-                    weight.normal_(std=weight.shape[1] ** -0.5, generator=generator)
-        kv = kv_pool(config, layers=1, device=device)
-        kv[:, 1:].normal_(generator=generator)
+                around = 2 - weight.dim()  # 1 for those of a norm
+                weight.normal_(around, weight.shape[-1] ** -0.5, generator=generator)
+        # A request owns one stretch of slots: for its tokens, then for its draft branches.
+        slots = torch.arange(1, config.kv_slots, device=device).view(config.max_batch_size, -1)
+        req_to_token = F.pad(slots[:, : config.max_context_len], (0, 0, 1, 0))
+        kv = kv_pool(config, 1, device).normal_(generator=generator)
         return cls(config, target, head, kv, req_to_token)
 
 
@@ -253,37 +198,32 @@ def draft_forward(model: DraftModel, inputs: dict[str, Tensor]) -> DraftOutput:
     tokens = inputs["topk_index"]  # of all candidates so far
     scores = inputs["topk_p"]
     bs, k = tokens.shape
-    # What lanes read (bs, C) and which of it each sees (bs, k, C): the prefix, then level by level.
-    slots, seen = prefix_slots(model.req_to_token, inputs["req_pool_indices"], inputs["seq_lens"], k)
     lane_slots = inputs["out_cache_loc"].view(bs, k, -1)
     positions = inputs["positions"].view(bs, k)
-    itself = torch.eye(k, dtype=torch.bool, device=tokens.device)
-    itself = itself.expand(bs, k, k)
-
-    lane_tokens = tokens
-    lane_scores = scores
-    hidden = inputs["hidden_states"][:, None].expand(-1, k, -1)
-    parents = torch.arange(-1, k, device=tokens.device)
-    parents = parents.expand(bs, -1)
+    itself = torch.eye(k, dtype=torch.bool, device=tokens.device).expand(bs, k, k)
+    # At first the committed text is the only lane. Slots (bs, C) are what lanes read, seen what each sees.
+    parents = torch.full_like(tokens[:, :1], -1)
+    hidden = inputs["hidden_states"][:, None]
+    lens = inputs["seq_lens"][:, None]
+    slots, seen = prefix_slots(model.req_to_token, inputs["req_pool_indices"], lens)
+    first = 0  # of the candidates of the last level
     for level in range(model.config.num_steps - 1):
-        if level > 0:
-            # The k best of the last k * k candidates take over the lanes, and see what their parents saw.
-            first = scores.shape[1] - k * k
-            lane_scores, best = scores[:, first:].topk(k)
-            lane_tokens = tokens[:, first:].gather(1, best)
-            parents = torch.cat((parents, first + best), dim=1)
-            lane = best[..., None] // k
-            hidden = hidden.take_along_dim(lane, dim=1)
-            seen = seen.take_along_dim(lane, dim=1)
+        # The k best of them take over the lanes, and see what their parents saw and themselves.
+        lane_scores, best = scores[:, first:].topk(k)
+        lane_tokens = tokens[:, first:].gather(1, best)
+        parents = torch.cat((parents, first + best), dim=1)
+        lane = best[..., None] // k
+        hidden = hidden.take_along_dim(lane, dim=1)
+        seen = torch.cat((seen.take_along_dim(lane, dim=1), itself), dim=2)
         write_slots = lane_slots[..., level]
         slots = torch.cat((slots, write_slots), dim=1)
-        seen = torch.cat((seen, itself), dim=2)
         attention = PoolAttention(model.kv, write_slots, slots, seen)
         embedded = model.target.embed(lane_tokens)
         hidden = model.head(embedded, hidden, positions + level, attention)
         logits = model.target.lm_head(hidden)
         probabilities, children = first_level(logits, k)
         path_scores = lane_scores[..., None] * probabilities
+        first = tokens.shape[1]
         tokens = torch.cat((tokens, children.flatten(1)), dim=1)
         scores = torch.cat((scores, path_scores.flatten(1)), dim=1)
 
@@ -311,57 +251,41 @@ def draft_extend_forward(model: DraftModel, inputs: dict[str, Tensor]) -> DraftE
     LM head computes these rows only, as in SGLang of October 2026; without it, all bs * w.
     """
     w = model.config.num_draft_tokens
-    lens = inputs["seq_lens"]
-    slots, _ = prefix_slots(model.req_to_token, inputs["req_pool_indices"], lens, w)
-    columns = torch.arange(slots.shape[1], device=slots.device)
-    prefix = lens - inputs["extend_seq_lens"]
-    last_seen = prefix[:, None] + columns[:w]
-    last_seen = last_seen.clamp(min=0)  # a request of padding is shorter than w; its rows see one column
-    mask = columns <= last_seen[..., None]
-    write_slots = inputs["out_cache_loc"].view(-1, w)
+    prefix = inputs["seq_lens"] - inputs["extend_seq_lens"]
+    lens = prefix[:, None] + torch.arange(1, w + 1, device=prefix.device)
+    lens = lens.clamp(min=1)  # a request of padding is shorter than w; its rows see one column
+    slots, mask = prefix_slots(model.req_to_token, inputs["req_pool_indices"], lens)
     hidden = model.head(
         model.target.embed(inputs["input_ids"].view(-1, w)),
         inputs["hidden_states"].unflatten(0, (-1, w)),
         inputs["positions"].view(-1, w),
-        PoolAttention(model.kv, write_slots, slots, mask),
-    )
-    hidden = hidden.flatten(0, 1)
+        PoolAttention(model.kv, inputs["out_cache_loc"].view(-1, w), slots, mask),
+    ).flatten(0, 1)
     if "select_index" in inputs:
         hidden = hidden[inputs["select_index"]]
     logits = model.target.lm_head(hidden)
-    topk_p, topk_index = first_level(logits, model.config.topk)
-    return DraftExtendOutput(logits, hidden, topk_p, topk_index)
+    return DraftExtendOutput(logits, hidden, *first_level(logits, model.config.topk))
 
 
 def load_trained(
-    config: EagleConfig,
-    device: Device = "cpu",
-    directory: Path = TRAINED,
+    config: EagleConfig, device: Device = "cpu", directory: Path = TRAINED
 ) -> tuple[TargetModel, EagleHead]:
     """Target and head of data/models in the config's dtype.
 
     Raises ValueError where the weights are not those of the checksum beside them, RuntimeError where the
     config's sizes are not theirs.
     """
-    from safetensors.torch import (
-        load,
-    )  # which scripts/record.py does without, on a GPU machine with only torch
+    # Here, since scripts/record.py does without it, on a GPU machine with little more than torch.
+    from safetensors.torch import load
 
     path = directory / "tiny.safetensors"
     data = path.read_bytes()
-    line = path.with_suffix(".sha256").read_text(encoding="ascii")
-    expected = line.split()[0]
-    found = hashlib.sha256(data).hexdigest()
-    if found != expected:
-        raise ValueError(
-            f"{path}: truncated or altered, expected SHA-256 {expected}, got {found} of {len(data)} bytes"
-        )
-    target = TargetModel(config)
-    head = EagleHead(config)
-    models = nn.ModuleDict({"target": target, "head": head})
+    if hashlib.sha256(data).hexdigest() not in path.with_suffix(".sha256").read_text():
+        raise ValueError(f"{path}: truncated or altered, its SHA-256 is not the one in tiny.sha256")
+    models = nn.ModuleDict({"target": TargetModel(config), "head": EagleHead(config)})
     models.load_state_dict(load(data))
     models.to(device, config.dtype).requires_grad_(False).eval()
-    return target, head
+    return models["target"], models["head"]
 
 
 def load_prompts() -> list[list[int]]:
