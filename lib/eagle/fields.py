@@ -152,7 +152,8 @@ class EagleConfig:
         """A named size; any field can be overridden. Raises ValueError for an unknown name."""
         if name not in PRESETS:
             raise ValueError(f"preset: expected one of {list(PRESETS)}, got {name!r}")
-        return cls(**PRESETS[name] | overrides)
+        sizes, more = PRESETS[name]
+        return cls(**dict(zip(SIZES, sizes)) | more | overrides)
 
     @property
     def max_batch_size(self) -> int:
@@ -186,16 +187,23 @@ class EagleConfig:
     def table(self, runner: str) -> list[Field]:
         """The rows of "draft" or "draft_extend" that have a buffer here, with numbers for words."""
         table = []
-        for field in JUNE[runner] + (OCTOBER[runner] if self.layout == "2026-10" else ()):
+        rows = JUNE[runner]
+        if self.layout == "2026-10":
+            rows += OCTOBER[runner]
+        number = self.sizes.get
+        for field in rows:
+            if field.rare and not self.rare_fields:
+                continue
             dtype = field.dtype or self.dtype
-            numbers = {
-                "rows": prod(self.sizes[word] for word in field.rows.split()),
-                "columns": tuple(self.sizes[word] for word in field.columns.split()),
-                "pad": self.sizes.get(field.pad, field.pad),
+            words = {
+                "rows": prod(map(number, field.rows.split())),
+                "columns": tuple(map(number, field.columns.split())),
+                "pad": number(field.pad, field.pad),
+                "dtype": dtype,
+                "source_dtype": dtype,
             }
-            changes = {"dtype": dtype, "source_dtype": dtype} | LAYOUTS[self.layout].get(field.name, {})
-            if self.rare_fields or not field.rare:
-                table.append(replace(field, **numbers | changes))
+            otherwise = LAYOUTS[self.layout].get(field.name, {})
+            table.append(replace(field, **words | otherwise))
         return table
 
 
@@ -203,11 +211,11 @@ WIDE = {"capture_batch_sizes": (1, 2, 4, 8, 16, 32, 64), "max_context_len": 2048
 # Published sizes of the model classes. Attention is plain multi-head here (Llama and Qwen group their key
 # heads, DeepSeek compresses them); what a replay copies does not depend on it.
 SIZES = ("hidden_size", "num_heads", "intermediate_size", "vocab_size")
-PRESETS: dict[str, dict] = {
-    "tiny": dict(zip(SIZES, (128, 4, 256, 128))),
-    "llama3-8b": dict(zip(SIZES, (4096, 32, 14336, 128256))) | WIDE,
-    "qwen3-8b": dict(zip(SIZES, (4096, 32, 12288, 151936))) | WIDE,
-    "deepseek-v3": dict(zip(SIZES, (7168, 56, 18432, 129280))) | WIDE | {"topk": 1},
+PRESETS = {
+    "tiny": ((128, 4, 256, 128), {}),
+    "llama3-8b": ((4096, 32, 14336, 128256), WIDE),
+    "qwen3-8b": ((4096, 32, 12288, 151936), WIDE),
+    "deepseek-v3": ((7168, 56, 18432, 129280), WIDE | {"topk": 1}),
 }
 
 

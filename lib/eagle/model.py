@@ -5,13 +5,14 @@ embedding and LM head are the target's. Position p of the head combines token p+
 hidden state) of position p and predicts the feature of p+1, hence the token p+2.
 
 In shapes: B rows of T tokens, H hidden size, V vocabulary; bs requests, k top-k, s steps, w draft tokens.
+What has no type is a tensor, or `attention`: how a layer reaches keys and values, a function of (layer, q, k,
+v), all (B, heads, T, head_dim), that returns mixed values.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,16 +21,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.types import Device
 
-from lib.eagle.fields import EagleConfig, first_level
+from lib.eagle.fields import DraftBatch, DraftExtendBatch, EagleConfig, first_level
 
 TRAINED = Path(__file__).parents[2] / "data/models"
 
+Linear = partial(nn.Linear, bias=False)
+RMSNorm = partial(nn.RMSNorm, eps=1e-5)
 
-# How a layer reaches keys and values: (layer, q, k, v), all (B, heads, T, head_dim), to mixed values.
-Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
-
-def causal_attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def causal_attention(layer, q, k, v):
     """Every row sees itself and the rows before it; nothing is cached. For training and as a reference."""
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
@@ -53,43 +53,54 @@ class PoolAttention:
     read_slots: Tensor  # (B, C) int64
     mask: Tensor  # (B, T, C) bool, true where a row sees a column
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer, q, k, v):
         slots = self.pool[layer]
-        slots[self.write_slots] = join_heads(torch.cat((k, v), dim=1))
+        written = torch.cat((k, v), dim=1)
+        slots[self.write_slots] = join_heads(written)
         read = F.embedding(self.read_slots, slots)
-        k, v = split_heads(read, 2 * q.shape[1]).chunk(2, dim=1)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask[:, None])
+        read = split_heads(read, written.shape[1])
+        k, v = read.chunk(2, dim=1)
+        mask = self.mask[:, None]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
-def prefix_slots(table: Tensor, requests: Tensor, lens: Tensor) -> tuple[Tensor, Tensor]:
+def prefix_slots(table, requests, lens):
     """Slots (B, C) of requests' tokens by a table (requests, C); mask (B, T, C) of the first `lens` (B, T).
 
     No row may see more than the last. Columns that it does not see repeat the request's first slot.
     """
     slots = table[requests]
-    mask = torch.arange(slots.shape[1], device=slots.device) < lens[..., None]
-    return torch.where(mask[:, -1], slots, slots[:, :1]), mask
+    columns = torch.arange(slots.shape[1], device=slots.device)
+    mask = columns < lens[..., None]
+    own = slots[:, :1]
+    slots = torch.where(mask[:, -1], slots, own)
+    return slots, mask
 
 
-def split_heads(x: Tensor, heads: int) -> Tensor:
+def split_heads(x, heads: int):
     """(B, T, H) -> (B, heads, T, head_dim)."""
-    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+    x = x.unflatten(-1, (heads, -1))
+    return x.transpose(1, 2)
 
 
-def join_heads(x: Tensor) -> Tensor:
+def join_heads(x):
     """(B, heads, T, head_dim) -> (B, T, H)."""
-    return x.transpose(1, 2).flatten(2)
+    x = x.transpose(1, 2)
+    return x.flatten(2)
 
 
-def rotate(x: Tensor, positions: Tensor) -> Tensor:
+def rotate(x, positions):
     """Rotary embedding of x (B, heads, T, head_dim) at positions (B, T): halves of a head are pairs."""
     half = x.shape[-1] // 2
-    frequencies = 10000.0 ** (-torch.arange(half, device=x.device) / half)
+    steps = torch.arange(half, device=x.device)
+    frequencies = 10000.0 ** (-steps / half)
     angles = positions[:, None, :, None] * frequencies
     cos = angles.cos().to(x.dtype)
     sin = angles.sin().to(x.dtype)
     a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    first = a * cos - b * sin
+    second = b * cos + a * sin
+    return torch.cat((first, second), dim=-1)
 
 
 class DecoderLayer(nn.Module):
@@ -101,20 +112,25 @@ class DecoderLayer(nn.Module):
         inner = config.intermediate_size
         self.index = index
         self.heads = config.num_heads
-        self.attn_norm = nn.RMSNorm(hidden, eps=1e-5)
-        self.qkv = nn.Linear(hidden, 3 * hidden, bias=False)
-        self.out = nn.Linear(hidden, hidden, bias=False)
-        self.mlp_norm = nn.RMSNorm(hidden, eps=1e-5)
-        self.gate_up = nn.Linear(hidden, 2 * inner, bias=False)
-        self.down = nn.Linear(inner, hidden, bias=False)
+        self.attn_norm = RMSNorm(hidden)
+        self.qkv = Linear(hidden, 3 * hidden)
+        self.out = Linear(hidden, hidden)
+        self.mlp_norm = RMSNorm(hidden)
+        self.gate_up = Linear(hidden, 2 * inner)
+        self.down = Linear(inner, hidden)
 
-    def forward(self, x: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        qkv = split_heads(self.qkv(self.attn_norm(x)), 3 * self.heads)
+    def forward(self, x, positions, attention):
+        qkv = self.qkv(self.attn_norm(x))
+        qkv = split_heads(qkv, 3 * self.heads)
         q, k, v = qkv.chunk(3, dim=1)
-        mixed = attention(self.index, rotate(q, positions), rotate(k, positions), v)
+        q = rotate(q, positions)
+        k = rotate(k, positions)
+        mixed = attention(self.index, q, k, v)
         x = x + self.out(join_heads(mixed))
-        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
-        return x + self.down(F.silu(gate) * up)
+        gate_up = self.gate_up(self.mlp_norm(x))
+        gate, up = gate_up.chunk(2, dim=-1)
+        inner = F.silu(gate) * up
+        return x + self.down(inner)
 
 
 class TargetModel(nn.Module):
@@ -122,12 +138,15 @@ class TargetModel(nn.Module):
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
-        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_target_layers))
-        self.norm = nn.RMSNorm(config.hidden_size, eps=1e-5)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        hidden = config.hidden_size
+        self.embed = nn.Embedding(config.vocab_size, hidden)
+        self.layers = nn.ModuleList()
+        for index in range(config.num_target_layers):
+            self.layers.append(DecoderLayer(config, index))
+        self.norm = RMSNorm(hidden)
+        self.lm_head = Linear(hidden, config.vocab_size)
 
-    def forward(self, input_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+    def forward(self, input_ids, positions, attention):
         """input_ids, positions (B, T) -> features (B, T, H). `lm_head` makes logits of them."""
         x = self.embed(input_ids)
         for layer in self.layers:
@@ -141,10 +160,10 @@ class EagleHead(nn.Module):
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
         hidden = config.hidden_size
-        self.fc = nn.Linear(2 * hidden, hidden, bias=False)
+        self.fc = Linear(2 * hidden, hidden)
         self.layer = DecoderLayer(config, 0)
 
-    def forward(self, embedded: Tensor, hidden: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+    def forward(self, embedded, hidden, positions, attention):
         """Embedded tokens and hidden (B, T, H), positions (B, T) -> features (B, T, H)."""
         pair = torch.cat((embedded, hidden), dim=-1)
         return self.layer(self.fc(pair), positions, attention)
@@ -163,19 +182,20 @@ class DraftModel:
     @classmethod
     def random(cls, config: EagleConfig, device: Device = "cpu", seed: int = 0) -> DraftModel:
         """Seeded random weights, every pool slot in use: a wrongly copied field changes the output."""
-        generator = torch.Generator(device).manual_seed(seed)
-        with torch.device("meta"):  # no time for initial values that are thrown away
-            target = TargetModel(config)
+        with torch.random.fork_rng(), torch.device(device):
+            torch.manual_seed(seed)
+            target = TargetModel(replace(config, num_target_layers=0))
             head = EagleHead(config)
-        for module in (target.embed, target.lm_head, head):
-            module.to(config.dtype).to_empty(device=device).requires_grad_(False)
-            for weight in module.parameters():
-                around = 2 - weight.dim()  # 1 for those of a norm
-                weight.normal_(around, weight.shape[-1] ** -0.5, generator=generator)
+            kv = kv_pool(config, 1, device)
+            kv.normal_()
+        for module in (target, head):
+            module.to(config.dtype)
+            module.requires_grad_(False)
         # A request owns one stretch of slots: for its tokens, then for its draft branches.
-        slots = torch.arange(1, config.kv_slots, device=device).view(config.max_batch_size, -1)
-        req_to_token = F.pad(slots[:, : config.max_context_len], (0, 0, 1, 0))
-        kv = kv_pool(config, 1, device).normal_(generator=generator)
+        slots = torch.arange(1, config.kv_slots, device=device)
+        slots = slots.view(config.max_batch_size, -1)
+        slots = slots[:, : config.max_context_len]
+        req_to_token = F.pad(slots, (0, 0, 1, 0))
         return cls(config, target, head, kv, req_to_token)
 
 
@@ -189,32 +209,35 @@ class DraftOutput(NamedTuple):
 
 
 @torch.no_grad()
-def draft_forward(model: DraftModel, inputs: dict[str, Tensor]) -> DraftOutput:
+def draft_forward(model: DraftModel, batch: DraftBatch) -> DraftOutput:
     """Grow the tree over s levels: the first is given, the head runs s - 1 times, k branches at a time.
 
     A branch sees the committed prefix and its true ancestors, wherever their lanes were (SGLang's lanes keep
     their own history instead).
     """
-    tokens = inputs["topk_index"]  # of all candidates so far
-    scores = inputs["topk_p"]
+    tokens = batch.topk_index  # of all candidates so far
+    scores = batch.topk_p
     bs, k = tokens.shape
-    lane_slots = inputs["out_cache_loc"].view(bs, k, -1)
-    positions = inputs["positions"].view(bs, k)
-    itself = torch.eye(k, dtype=torch.bool, device=tokens.device).expand(bs, k, k)
+    lane_slots = batch.out_cache_loc.view(bs, k, -1)
+    positions = batch.positions.view(bs, k)
+    itself = torch.eye(k, dtype=torch.bool, device=tokens.device)
+    itself = itself.expand(bs, k, k)
     # At first the committed text is the only lane. Slots (bs, C) are what lanes read, seen what each sees.
     parents = torch.full_like(tokens[:, :1], -1)
-    hidden = inputs["hidden_states"][:, None]
-    lens = inputs["seq_lens"][:, None]
-    slots, seen = prefix_slots(model.req_to_token, inputs["req_pool_indices"], lens)
+    hidden = batch.hidden_states[:, None]
+    lens = batch.seq_lens[:, None]
+    slots, seen = prefix_slots(model.req_to_token, batch.req_pool_indices, lens)
     first = 0  # of the candidates of the last level
     for level in range(model.config.num_steps - 1):
         # The k best of them take over the lanes, and see what their parents saw and themselves.
         lane_scores, best = scores[:, first:].topk(k)
         lane_tokens = tokens[:, first:].gather(1, best)
-        parents = torch.cat((parents, first + best), dim=1)
+        lanes = first + best
+        parents = torch.cat((parents, lanes), dim=1)
         lane = best[..., None] // k
         hidden = hidden.take_along_dim(lane, dim=1)
-        seen = torch.cat((seen.take_along_dim(lane, dim=1), itself), dim=2)
+        seen = seen.take_along_dim(lane, dim=1)
+        seen = torch.cat((seen, itself), dim=2)
         write_slots = lane_slots[..., level]
         slots = torch.cat((slots, write_slots), dim=1)
         attention = PoolAttention(model.kv, write_slots, slots, seen)
@@ -224,14 +247,17 @@ def draft_forward(model: DraftModel, inputs: dict[str, Tensor]) -> DraftOutput:
         probabilities, children = first_level(logits, k)
         path_scores = lane_scores[..., None] * probabilities
         first = tokens.shape[1]
-        tokens = torch.cat((tokens, children.flatten(1)), dim=1)
-        scores = torch.cat((scores, path_scores.flatten(1)), dim=1)
+        children = children.flatten(1)
+        path_scores = path_scores.flatten(1)
+        tokens = torch.cat((tokens, children), dim=1)
+        scores = torch.cat((scores, path_scores), dim=1)
 
     # A stable sort: at equal scores the parent comes first, so that no chosen node lacks its parent.
     ranked = scores.argsort(dim=1, descending=True, stable=True)
     best = ranked[:, : model.config.num_draft_tokens - 1]
     chosen, _ = best.sort()
-    return DraftOutput(parents, chosen, tokens.gather(1, chosen), scores)
+    tokens = tokens.gather(1, chosen)
+    return DraftOutput(parents, chosen, tokens, scores)
 
 
 class DraftExtendOutput(NamedTuple):
@@ -244,48 +270,45 @@ class DraftExtendOutput(NamedTuple):
 
 
 @torch.no_grad()
-def draft_extend_forward(model: DraftModel, inputs: dict[str, Tensor]) -> DraftExtendOutput:
+def draft_extend_forward(model: DraftModel, batch: DraftExtendBatch) -> DraftExtendOutput:
     """The head over w rows a request; row r sees the prefix (seq_lens - extend_seq_lens) and rows 0 to r.
 
-    The next draft starts from row i * w + accepted - 1 of request i. With the input `select_index` (bs,), the
+    The next draft starts from row i * w + accepted - 1 of request i. With `select_index` (bs,), the
     LM head computes these rows only, as in SGLang of October 2026; without it, all bs * w.
     """
     w = model.config.num_draft_tokens
-    prefix = inputs["seq_lens"] - inputs["extend_seq_lens"]
-    lens = prefix[:, None] + torch.arange(1, w + 1, device=prefix.device)
+    prefix = batch.seq_lens - batch.extend_seq_lens
+    rows = torch.arange(1, w + 1, device=prefix.device)
+    lens = prefix[:, None] + rows
     lens = lens.clamp(min=1)  # a request of padding is shorter than w; its rows see one column
-    slots, mask = prefix_slots(model.req_to_token, inputs["req_pool_indices"], lens)
-    hidden = model.head(
-        model.target.embed(inputs["input_ids"].view(-1, w)),
-        inputs["hidden_states"].unflatten(0, (-1, w)),
-        inputs["positions"].view(-1, w),
-        PoolAttention(model.kv, inputs["out_cache_loc"].view(-1, w), slots, mask),
-    ).flatten(0, 1)
-    if "select_index" in inputs:
-        hidden = hidden[inputs["select_index"]]
+    slots, mask = prefix_slots(model.req_to_token, batch.req_pool_indices, lens)
+    write_slots = batch.out_cache_loc.view(-1, w)
+    attention = PoolAttention(model.kv, write_slots, slots, mask)
+    positions = batch.positions.view(-1, w)
+    input_ids = batch.input_ids.view(-1, w)
+    embedded = model.target.embed(input_ids)
+    hidden = batch.hidden_states.view_as(embedded)
+    hidden = model.head(embedded, hidden, positions, attention)
+    hidden = hidden.flatten(0, 1)
+    if batch.select_index is not None:
+        hidden = hidden[batch.select_index]
     logits = model.target.lm_head(hidden)
-    return DraftExtendOutput(logits, hidden, *first_level(logits, model.config.topk))
+    topk_p, topk_index = first_level(logits, model.config.topk)
+    return DraftExtendOutput(logits, hidden, topk_p, topk_index)
 
 
-def load_trained(
-    config: EagleConfig, device: Device = "cpu", directory: Path = TRAINED
-) -> tuple[TargetModel, EagleHead]:
-    """Target and head of data/models in the config's dtype.
-
-    Raises ValueError where the weights are not those of the checksum beside them, RuntimeError where the
-    config's sizes are not theirs.
-    """
+def load_trained(config: EagleConfig, device: Device = "cpu") -> tuple[TargetModel, EagleHead]:
+    """Target and head of data/models in the config's dtype. RuntimeError where its sizes are not theirs."""
     # Here, since scripts/record.py does without it, on a GPU machine with little more than torch.
-    from safetensors.torch import load
+    from safetensors.torch import load_file
 
-    path = directory / "tiny.safetensors"
-    data = path.read_bytes()
-    if hashlib.sha256(data).hexdigest() not in path.with_suffix(".sha256").read_text():
-        raise ValueError(f"{path}: truncated or altered, its SHA-256 is not the one in tiny.sha256")
-    models = nn.ModuleDict({"target": TargetModel(config), "head": EagleHead(config)})
-    models.load_state_dict(load(data))
-    models.to(device, config.dtype).requires_grad_(False).eval()
-    return models["target"], models["head"]
+    target = TargetModel(config)
+    head = EagleHead(config)
+    models = nn.ModuleDict({"target": target, "head": head})
+    models.load_state_dict(load_file(TRAINED / "tiny.safetensors"))
+    models.to(device, config.dtype)
+    models.requires_grad_(False)
+    return target, head
 
 
 def load_prompts() -> list[list[int]]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache, partial
 from operator import attrgetter
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lib.copies import Call, ReplayCopies, StaticInput, grouped_dma, run
 from lib.eagle.fields import Batch, DraftBatch, DraftExtendBatch, EagleConfig, Field
-from lib.eagle.graph import CudaGraph, EagerGraph, capturer
+from lib.eagle.graph import capturer
 from lib.eagle.model import DraftModel, draft_extend_forward, draft_forward
 from lib.launches import Launch, launches
 from lib.strategies import ROUTES, STRATEGIES, Step
@@ -36,22 +36,25 @@ class InputBuffers:
     @torch.inference_mode(False)  # what is made in inference mode could not be written outside of it
     def __init__(self, config: EagleConfig, fields: list[Field], device: torch.device) -> None:
         self.fields = fields
-        self.names = [field.name for field in fields]
-        self.values = attrgetter(*self.names)
-        self.tensors: Named = {}
-        self.inputs: dict[str, StaticInput] = {}
-        self.host_pads: Named = {}
-        self.signatures = cache(self._signatures)
+        self.tensors = {}
+        self.inputs = {}  # by name a `StaticInput`
+        self.host_pads = {}
+        self.signatures = cache(self._signatures)  # by batch size
         for field in fields:
+            shape = field.shape(config.max_batch_size)
             pad = torch.tensor(field.pad or 0, dtype=field.dtype)
             if field.host:
                 self.host_pads[field.name] = pad
-            buffer = pad.to("cpu" if field.host else device).repeat(field.shape(config.max_batch_size))
+            else:
+                pad = pad.to(device)
+            buffer = pad.repeat(shape)
             self.tensors[field.name] = buffer
+            own = {name: getattr(field, name) for name in SHARED}
             # Rows of a large field need no padding: no real row depends on them.
             unread = field.large and not field.fill_if_missing
-            own = {name: getattr(field, name) for name in SHARED}
-            self.inputs[field.name] = StaticInput(buffer, pad=None if unread else field.pad, **own)
+            own["pad"] = None if unread else field.pad
+            self.inputs[field.name] = StaticInput(buffer, **own)
+        self.values = attrgetter(*self.tensors)
 
     def rows(self, batch_size: int) -> Named:
         """The rows of every field that belong to the first `batch_size` requests."""
@@ -64,7 +67,8 @@ class InputBuffers:
     def given(self, batch: Batch, batch_size: int) -> Named:
         """The batch's tensors by name. Raises ValueError, naming the field, where one is not as expected."""
         given = {}
-        for field, tensor, expected in zip(self.fields, self.values(batch), self.signatures(batch_size)):
+        signatures = self.signatures(batch_size)
+        for field, tensor, expected in zip(self.fields, self.values(batch), signatures):
             if tensor is not None:
                 got = SIGNATURE(tensor) if isinstance(tensor, Tensor) else type(tensor)
                 if got != expected:
@@ -75,8 +79,11 @@ class InputBuffers:
         return given
 
     def _signatures(self, batch_size: int) -> list[tuple]:
-        devices = [tensor.device for tensor in self.tensors.values()]
-        return [(field.shape(batch_size), field.source_dtype, on) for field, on in zip(self.fields, devices)]
+        signatures = []
+        for field in self.fields:
+            device = self.tensors[field.name].device
+            signatures.append((field.shape(batch_size), field.source_dtype, device))
+        return signatures
 
     def step(self, given: Named, batch_size: int, captured: int) -> Step:
         """The step as SGLang lays it out: views cut anew, whole buffers filled where the batch is padded."""
@@ -102,22 +109,23 @@ class InputBuffers:
             buffer = self.tensors[name]
             if captured > batch_size:
                 calls.append(Call("host_copy_", [buffer], [pad]))
-            if name in given:
-                calls.append(Call("host_copy_", [buffer[:batch_size]], [given.pop(name)]))
+            source = given.pop(name, None)
+            if source is not None:
+                calls.append(Call("host_copy_", [buffer[:batch_size]], [source]))
         return calls
 
 
 class Producer(NamedTuple):
     """Where the sources of one captured size lie for good, and what is left to do with them."""
 
-    inputs: Named  # what the graph reads
+    inputs: Batch  # what the graph reads
     outputs: dict[str, StaticInput]  # where the producer writes
     before: list[Call]  # before a replay
     inside: list[Call]  # in the graph
 
 
 class GraphRunner:
-    """What both runners share. Subclasses name their batch and the forward pass to capture.
+    """What both runners share. Subclasses have a `batch_class` and a `forward` pass to capture.
 
     Args:
         strategy: a name in `STRATEGIES`, or such a function; may be set anew at any time.
@@ -127,9 +135,6 @@ class GraphRunner:
         copy_in_graph: the copies are part of the captured graph, from fixed addresses.
             With either one batches have to come from `place` or `inputs`.
     """
-
-    batch_class: ClassVar[type[Batch]]
-    forward: ClassVar[Callable]  # of model and inputs by name
 
     def __init__(
         self,
@@ -152,10 +157,10 @@ class GraphRunner:
         self.one_allocation = one_allocation
         self.copy_in_graph = copy_in_graph
         self.placed = one_allocation or copy_in_graph
-        self.graphs: dict[int, CudaGraph | EagerGraph] = {}
-        self.producer = cache(self._producer)  # by captured size
-        self.placed_batch: Batch | None = None
-        self.lent: WeakSet[Batch] = WeakSet()  # all that `inputs` and `place` gave
+        self.graphs = {}  # by captured size
+        self.producer = cache(self._producer)
+        self.placed_batch = None
+        self.lent = WeakSet()  # all that `inputs` and `place` gave
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -164,14 +169,18 @@ class GraphRunner:
 
         Capturing computes. With padding in all buffers it writes no KV slot but 0; what they held comes back.
         """
-        self.model = self.model or DraftModel.random(self.config, self.device)
+        if self.model is None:
+            self.model = DraftModel.random(self.config, self.device)
         capture = capturer(self.device)
         graphs = {}
         for captured in reversed(self.config.capture_batch_sizes):
             producer = self.producer(captured)
-            outputs = [field.buffer for field in producer.outputs.values()]
-            held = [(tensor, tensor.clone()) for tensor in (*producer.inputs.values(), *outputs)]
+            held = []
+            for tensor in vars(producer.inputs).values():
+                if tensor is not None:
+                    held.append((tensor, tensor.clone()))
             for field in producer.outputs.values():
+                held.append((field.buffer, field.buffer.clone()))
                 field.buffer.fill_(field.pad or 0)
             run(producer.before)
             try:
@@ -188,7 +197,8 @@ class GraphRunner:
     @torch.inference_mode(False)
     def _producer(self, captured: int) -> Producer:
         rows = self.buffers.rows(captured)
-        outputs = inputs = {name: rows[name] for name in self.buffers.static_inputs()}
+        inputs = {name: rows[name] for name in self.buffers.static_inputs()}
+        outputs = inputs
         calls = []
         if self.placed:
             staged, outputs = in_one_block(inputs)
@@ -199,8 +209,10 @@ class GraphRunner:
         written = {}
         for name, tensor in (rows | outputs).items():
             written[name] = replace(self.buffers.inputs[name], buffer=tensor)
-        before, inside = ([], calls) if self.copy_in_graph else (calls, [])
-        return Producer(rows | inputs, written, before, inside)
+        read = self.batch_class(**rows | inputs)
+        if self.copy_in_graph:
+            return Producer(read, written, before=[], inside=calls)
+        return Producer(read, written, before=calls, inside=[])
 
     @torch.no_grad()
     def inputs(self, batch_size: int, names: Iterable[str] | None = None) -> Batch:
@@ -212,11 +224,12 @@ class GraphRunner:
         captured = self.padded_batch_size(batch_size)
         batch = self.batch_class()
         for name, field in self.producer(captured).outputs.items():
-            comes = names is None or name in names
-            if field.pad is not None:
-                field.between(batch_size * comes, captured).fill_(field.pad)
-            if comes:
+            first = 0
+            if names is None or name in names:
+                first = batch_size
                 setattr(batch, name, field.between(0, batch_size))
+            if field.pad is not None:
+                field.between(first, captured).fill_(field.pad)
         self.placed_batch = batch
         self.lent.add(batch)
         return batch
@@ -277,7 +290,11 @@ class GraphRunner:
         if not self.graphs:
             self.capture()
         outputs = self.graphs[captured].replay()
-        return outputs._make(tensor[: len(tensor) // captured * batch_size] for tensor in outputs)
+        cut = []
+        for tensor in outputs:
+            rows = len(tensor) // captured * batch_size
+            cut.append(tensor[:rows])
+        return outputs._make(cut)
 
     def replay(self, batch: Batch) -> NamedTuple:
         """Copy the inputs and replay; outputs are valid until the next replay. Raises as `copy_inputs`."""
@@ -292,7 +309,8 @@ def in_one_block(tensors: Named) -> tuple[Tensor, Named]:
     block = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
     views = {}
     for (name, tensor), part in zip(tensors.items(), block.split(sizes)):
-        views[name] = part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        part = part[: tensor.nbytes].view(tensor.dtype)
+        views[name] = part.view(tensor.shape)
     return block, views
 
 

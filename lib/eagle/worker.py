@@ -7,7 +7,7 @@ values are in the pools; the last token of a text is not among them yet, it is t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -77,13 +77,9 @@ def build_tree(root: Tensor, draft: DraftOutput, topk: int, num_steps: int) -> T
 def accept_greedy(tree: Tree, predictions: Tensor) -> Tensor:
     """(bs, w) bool: nodes whose whole path is what the target predicts after each node, predictions (bs, w).
 
-    They form one path: of siblings that carry the same token only the first counts.
+    They form one path, since siblings carry different tokens: the best of one distribution.
     """
     agrees = tree.tokens == predictions.gather(1, tree.parents)
-    edges = (tree.parents << 32) + tree.tokens  # both in one number
-    twins = edges[:, None] == edges[..., None]
-    seconds = twins.tril(-1)[..., 1:].any(-1)
-    agrees &= ~seconds
     agrees[:, 0] = True  # the root
     return (agrees[:, None] | ~tree.mask).all(-1)
 
@@ -118,21 +114,21 @@ class EagleWorker:
         self.device = device
         self.free_slots = list(range(1, config.kv_slots))
         self.free_requests = list(range(1, 1 + config.max_batch_size))
-        table = torch.zeros(1 + config.max_batch_size, config.max_context_len, dtype=torch.int64)
-        self.req_to_token = table.to(device)
+        shape = (1 + config.max_batch_size, config.max_context_len)
+        self.req_to_token = torch.zeros(shape, dtype=torch.int64, device=device)
         self.target_kv = kv_pool(config, config.num_target_layers, device)
         draft_kv = kv_pool(config, 1, device)
-        self.draft_model = DraftModel(config, target, head, draft_kv, self.req_to_token)
-        shared = (config, strategy, device, self.draft_model)
+        self.model = DraftModel(config, target, head, draft_kv, self.req_to_token)
+        shared = (config, strategy, device, self.model)
         self.draft = EagleDraftCudaGraphRunner(*shared, **runner_options)
         self.extend = EagleDraftExtendCudaGraphRunner(*shared, **runner_options)
         self.draft.capture()
         self.extend.capture()
-        self.waiting: list[Request] = []
-        self.running: list[Request] = []
-        self.spans: list[tuple[str, float, float]] = []
-        self.tree: Tree | None = None
-        self.accepted: Tensor | None = None
+        self.waiting = []
+        self.running = []
+        self.spans = []
+        self.tree = None
+        self.accepted = None
 
     def submit(self, prompt: Sequence[int], max_new_tokens: int) -> Request:
         """Queue a request; the next `step` with room takes it up.
@@ -141,9 +137,11 @@ class EagleWorker:
         than fit behind the prompt.
         """
         vocab = range(self.config.vocab_size)
-        if not prompt or not all(token in vocab for token in prompt):
+        known = all(token in vocab for token in prompt)
+        if not prompt or not known:
             raise ValueError(f"prompt: expected tokens from 0 to {vocab[-1]}, got {prompt!r}")
-        room = self.config.max_context_len - self.config.num_draft_tokens - len(prompt)
+        longest = self.config.max_context_len - self.config.num_draft_tokens
+        room = longest - len(prompt)
         if not 1 <= max_new_tokens <= room:
             raise ValueError(f"max_new_tokens: expected 1 to {room}, got {max_new_tokens}")
         request = Request(list(prompt), max_new_tokens)
@@ -168,10 +166,10 @@ class EagleWorker:
             finished += self._retire()
         return finished
 
-    def _tensor(self, values: list) -> Tensor:
+    def _tensor(self, values):
         return torch.tensor(values, device=self.device)
 
-    def _timed(self, name: str, work: Callable, *args: object) -> object:
+    def _timed(self, name, work, *args):
         start = time.perf_counter()
         done = work(*args)
         self.spans.append((name, start, time.perf_counter()))
@@ -187,89 +185,109 @@ class EagleWorker:
         mask = positions[..., None] >= positions
         attention = PoolAttention(self.target_kv, slots, slots, mask)
         features = self.target(tokens, positions, attention)
-        first = self.target.lm_head(features[:, -1:]).argmax(-1)
-        shifted = self.target.embed(torch.cat((tokens[:, 1:], first), dim=1))
-        attention = PoolAttention(self.draft_model.kv, slots, slots, mask)
-        hidden = self.draft_model.head(shifted, features, positions, attention)[:, -1]
-        request.draft_input = (hidden, *first_level(self.target.lm_head(hidden), self.config.topk))
-        self.req_to_token[self.free_requests[0], :length] = slots
+        logits = self.target.lm_head(features[:, -1:])
+        first = logits.argmax(-1)
+        tokens = torch.cat((tokens[:, 1:], first), dim=1)
+        embedded = self.target.embed(tokens)
+        attention = PoolAttention(self.model.kv, slots, slots, mask)
+        hidden = self.model.head(embedded, features, positions, attention)
+        hidden = hidden[:, -1]
+        logits = self.target.lm_head(hidden)
+        topk_p, topk_index = first_level(logits, self.config.topk)
+        request.draft_input = (hidden, topk_p, topk_index)
         request.output = first[0].tolist()
         request.slots = taken
         request.req_pool_index = self.free_requests.pop(0)
+        self.req_to_token[request.req_pool_index, :length] = slots
         del self.free_slots[:length]
 
     def _speculate(self) -> None:
         """Draft, verify and draft-extend once; every request keeps its accepted path."""
         config = self.config
+        facts = []
+        for request in self.running:
+            facts.append((request.req_pool_index, request.output[-1], len(request.slots)))
+        facts = torch.tensor(facts)
+        requests, root, lens = facts.T.contiguous()
+        requests = requests.to(self.device)
+        root = root.to(self.device)
         # A request's branches, and after the draft its nodes, take the first of its slots.
         count = len(self.running) * config.slots_per_step
-        slots = self._tensor(self.free_slots[:count]).view(len(self.running), -1)
-        requests = self._tensor([request.req_pool_index for request in self.running])
-        lens = torch.tensor([len(request.slots) for request in self.running])
+        slots = self._tensor(self.free_slots[:count])
+        slots = slots.view(len(self.running), -1)
         rows = zip(*(request.draft_input for request in self.running))
         start = dict(zip(DRAFT_INPUT, map(torch.cat, rows)))
         batch = DraftBatch.of(config, requests, lens, slots, **start)
         out = self._replay("draft", self.draft, batch)
-        root = self._tensor([request.output[-1] for request in self.running])
         self.tree = build_tree(root, out, config.topk, config.num_steps)
         node_slots = slots[:, : config.num_draft_tokens]
         predictions, features = self._timed("verify", self._verify, batch, node_slots)
         self.accepted = accept_greedy(self.tree, predictions)
         # Accepted nodes first, in path order. Rejected ones follow, so that every row has a slot of its own.
-        order = self.accepted.byte().argsort(dim=1, descending=True, stable=True)
+        rank = self.accepted.byte()
+        order = rank.argsort(dim=1, descending=True, stable=True)
         tokens = predictions.gather(1, order)
         node_slots = node_slots.gather(1, order)
-        counts = self.accepted.sum(1, dtype=torch.int32)
         hidden = features.take_along_dim(order[..., None], dim=1)
-        rows = {"input_ids": tokens.flatten(), "hidden_states": hidden.flatten(0, 1)}
-        batch = DraftExtendBatch.of(config, requests, lens, node_slots, counts, **rows)
+        counts = self.accepted.sum(1, dtype=torch.int32)
+        batch = DraftExtendBatch.of(
+            config,
+            requests,
+            lens,
+            node_slots,
+            counts,
+            input_ids=tokens.flatten(),
+            hidden_states=hidden.flatten(0, 1),
+        )
         positions = batch.positions.view_as(tokens)
         self.req_to_token[requests[:, None], positions] = node_slots
         out = self._replay("extend", self.extend, batch)
-        last = batch.select_index if len(out.logits) > len(counts) else slice(None)
-        start = [getattr(out, name)[last].clone().split(1) for name in DRAFT_INPUT]
-        rows = torch.cat((counts[:, None], tokens, node_slots), dim=1)
-        self._commit(count, rows.tolist(), zip(*start))  # the step's one synchronization with the device
-
-    def _commit(self, count: int, rows: list[list[int]], draft_inputs: Iterable[tuple]) -> None:
-        """Keep the accepted path of every request: rows of (its length, w tokens, their w slots)."""
-        rejected = set(self.free_slots[:count])
-        for request, row, draft_input in zip(self.running, rows, draft_inputs, strict=True):
-            length, *row = row
-            tokens = row[:length]
-            kept = row[self.config.num_draft_tokens :][:length]
-            rejected.difference_update(kept)
-            request.slots += kept
-            for token in tokens:
-                if not request.finished:
-                    request.output.append(token)
-            request.accept_lengths.append(length)
+        last = batch.select_index
+        if len(out.logits) == len(last):  # the graph itself has picked the rows
+            last = torch.arange(len(last), device=self.device)
+        rows = []
+        for name in DRAFT_INPUT:
+            tensor = getattr(out, name)
+            rows.append(tensor[last].split(1))
+        draft_inputs = zip(*rows)
+        # The step's one synchronization with the device, then no more than lists.
+        kept = zip(counts.tolist(), tokens.tolist(), node_slots.tolist())
+        free = set(self.free_slots[:count])
+        for request, draft_input, (length, tokens, slots) in zip(self.running, draft_inputs, kept):
             request.draft_input = draft_input
-        self.free_slots[:count] = rejected
+            request.accept_lengths.append(length)
+            request.slots += slots[:length]
+            free.difference_update(request.slots)
+            text = request.output + tokens[:length]
+            request.output = text[: request.max_new_tokens]
+        self.free_slots[:count] = free
 
-    def _replay(self, name: str, runner: GraphRunner, batch: Batch) -> NamedTuple:
+    def _replay(self, name, runner: GraphRunner, batch: Batch):
         if runner.placed:  # sources have to lie at fixed addresses; their producer is this loop
             batch = runner.place(batch)
         self._timed(f"{name} copy", runner.copy_inputs, batch)
         return self._timed(f"{name} replay", runner.replay_graph, batch.batch_size)
 
-    def _verify(self, batch: DraftBatch, node_slots: Tensor) -> tuple[Tensor, Tensor]:
+    def _verify(self, batch: DraftBatch, node_slots: Tensor):
         """Run the target over all nodes at once: predictions (bs, w) and features (bs, w, H)."""
-        table = self.req_to_token[:, : batch.seq_lens_cpu.max()]
+        longest = batch.seq_lens_cpu.max()
+        table = self.req_to_token[:, :longest]
         lens = batch.seq_lens[:, None].expand_as(node_slots)
         prefix, seen = prefix_slots(table, batch.req_pool_indices, lens)
         read_slots = torch.cat((prefix, node_slots), dim=1)
         mask = torch.cat((seen, self.tree.mask), dim=2)
         attention = PoolAttention(self.target_kv, node_slots, read_slots, mask)
-        positions = lens + self.tree.mask.sum(-1) - 1
+        depths = self.tree.mask.sum(-1) - 1
+        positions = lens + depths
         features = self.target(self.tree.tokens, positions, attention)
-        return self.target.lm_head(features).argmax(-1), features
+        logits = self.target.lm_head(features)
+        return logits.argmax(-1), features
 
     def _retire(self) -> list[Request]:
         """Let finished requests leave the running batch."""
         finished = [request for request in self.running if request.finished]
-        self.running = [request for request in self.running if not request.finished]
         for request in finished:
+            self.running.remove(request)
             self.free_slots += request.slots
             self.free_requests.append(request.req_pool_index)
             request.slots = []
@@ -277,19 +295,18 @@ class EagleWorker:
 
 
 @torch.no_grad()
-def greedy_decode(
-    target: TargetModel, prompt: Sequence[int], max_new_tokens: int
-) -> tuple[list[int], list[float]]:
+def greedy_decode(target: TargetModel, prompt: Sequence[int], max_new_tokens: int):
     """Plain greedy decoding without any cache, the reference: new tokens, and by how much each leads.
 
     A lead within rounding means that another order of summing may choose the next best token instead.
     """
+    device = target.embed.weight.device
     text = list(prompt)
     leads = []
     for _ in range(max_new_tokens):
-        tokens = torch.tensor([text], device=target.embed.weight.device)
-        positions = torch.arange(len(text), device=tokens.device)[None]
-        features = target(tokens, positions, causal_attention)
+        tokens = torch.tensor([text], device=device)
+        positions = torch.arange(len(text), device=device)
+        features = target(tokens, positions[None], causal_attention)
         logits = target.lm_head(features[0, -1]).float()
         (best, second), (token, _) = logits.topk(2)
         leads.append(float(best - second))
