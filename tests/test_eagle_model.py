@@ -159,8 +159,3 @@ def test_tree_and_acceptance_against_a_walk(topk, num_steps, seed, sharp, data):
     accepted = accept_greedy(tree, predictions)
     for i in range(4):
         assert accepted[i].nonzero().flatten().tolist() == walk(tree, predictions, i)
-
-
-def test_sizes_that_are_not_the_weights_are_refused():
-    with pytest.raises(RuntimeError, match="size mismatch"):
-        load_trained(EagleConfig.tiny(intermediate_size=128))

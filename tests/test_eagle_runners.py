@@ -18,8 +18,7 @@ from lib.eagle import (
     EagleDraftExtendCudaGraphRunner,
 )
 from lib.eagle.fields import LAYOUTS, Batch
-from lib.eagle.graph import capturer
-from lib.eagle.model import DraftModel, DraftOutput
+from lib.eagle.model import DraftModel
 from lib.eagle.runners import GraphRunner
 from lib.launches import KINDS, launches
 from lib.strategies import STRATEGIES, Step
@@ -330,39 +329,26 @@ def test_leaving_a_field_out_changes_the_outputs(table: str):
         assert not same(runner.replay(fewer), expected)
 
 
-def test_eager_graph_keeps_the_contract():
-    x = torch.ones(2)
-    graph = capturer(torch.device("cpu"))(lambda: DraftOutput(x + 1, x * 2, -x, x))
-    held = graph.outputs
-    x.fill_(5.0)
-    assert held[0].tolist() == [2, 2]  # nothing changes before a replay
-    assert graph.replay() is held and [t[0].item() for t in held] == [6, 10, -5, 5]
-
-
 # ---- errors ------------------------------------------------------------------------------------------------
 
 
 @both_runners
 def test_a_wrong_field_is_named_and_nothing_is_written(table: str):
     batch = RUNNERS[table][1].random(TINY, 3)
-    runners = [WAYS[name].runner(table) for name in WAYS]
+    runners = [WAYS[name].runner(table) for name in ways_for("2026-06")]
     for i, field in enumerate(TINY.table(table)):
         t = getattr(batch, field.name)
-        shape = str(list(t.shape))
-        wrong = [(t[:-1], shape), (torch.cat((t, t)), shape), (t[..., None], shape)]
-        wrong += [(t.to(torch.float16), str(field.dtype or TINY.dtype)), (t.to("meta"), "cpu")]
-        wrong += [(t.tolist(), "list"), (t.numpy(), "ndarray")] if t.dtype != torch.bfloat16 else []
-        wrong += [(None, "missing")] if field.required else []
-        for j, (value, says) in enumerate(wrong):
+        wrong = {"dtype": t.to(torch.float16), "device": t.to("meta"), "list": t.tolist()}
+        wrong |= {"missing": None} if field.required else {}
+        if field.name != "seq_lens":  # which says how large the batch is: the others look wrong
+            wrong |= {"shorter": t[:-1], "longer": torch.cat((t, t)), "deeper": t[..., None]}
+        for j, value in enumerate(wrong.values()):
             runner = runners[(i + j) % len(runners)]
             before = snapshot(buffers_of(runner))
-            for use in (runner.copy_inputs, runner.replay, runner.launches, runner.place):
-                with pytest.raises(ValueError) as error:
-                    use(replace(batch, **{field.name: value}))
-                # seq_lens says how large the batch is: the others look wrong
-                placed = "`inputs` returned" in str(error.value)
-                named = field.name in str(error.value) and says in str(error.value)
-                assert named or placed or field.name == "seq_lens"
+            bad = replace(batch, **{field.name: value})
+            for use in (runner.place, runner.copy_inputs, runner.launches):
+                with pytest.raises(ValueError, match=f"^(batch|{field.name}): (expected|required)"):
+                    use(bad)
             assert same(buffers_of(runner), before)
 
 

@@ -15,6 +15,7 @@ from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
+from torch.types import Device
 
 int32, int64, float32 = torch.int32, torch.int64, torch.float32
 
@@ -137,7 +138,7 @@ class EagleConfig:
             ("num_steps", self.num_steps >= 2, "at least 2 (1 leaves nothing to capture)"),
             ("num_draft_tokens", least <= budget <= candidates, f"{least} to {candidates}"),
             ("hidden_size", self.hidden_size % (2 * self.num_heads) == 0, "a multiple of 2 * num_heads"),
-            ("max_context_len", self.max_context_len > self.tokens_per_step, "more than a step adds"),
+            ("max_context_len", self.max_context_len > budget, "more than a step adds"),
         ):
             if not holds:
                 raise ValueError(f"{name}: expected {expected}, got {getattr(self, name)!r}")
@@ -160,23 +161,23 @@ class EagleConfig:
         return self.capture_batch_sizes[-1]
 
     @property
-    def tokens_per_step(self) -> int:
-        """By how many a request's positions can grow in a step."""
-        return max(self.num_draft_tokens, self.num_steps)
-
-    @property
     def slots_per_step(self) -> int:
         """KV slots that a request's draft branches need, and after them its w rows."""
         return max(self.topk * self.num_steps, self.num_draft_tokens)
 
     @property
     def slots_per_request(self) -> int:
-        return self.max_context_len + self.topk * self.num_steps
+        return self.max_context_len + self.slots_per_step
 
     @property
     def kv_slots(self) -> int:
         """Of a KV pool for all requests at full length; slot 0 takes the writes of padding."""
         return 1 + self.max_batch_size * self.slots_per_request
+
+    def kv_pool(self, layers: int, device: Device) -> Tensor:
+        """Keys, then values, of every slot: (layers, slots, 2 * H)."""
+        width = 2 * self.hidden_size
+        return torch.zeros(layers, self.kv_slots, width, dtype=self.dtype, device=device)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -238,7 +239,7 @@ class Batch:
         generator = torch.Generator().manual_seed(seed)
         most = max(config.max_batch_size, batch_size)
         requests = torch.randperm(most, generator=generator)[:batch_size] + 1  # slot 0 is for padding
-        longest = config.max_context_len - config.tokens_per_step
+        longest = config.max_context_len - config.num_draft_tokens
         lens = torch.randint(1, longest + 1, (batch_size,), generator=generator)
         accepted = torch.randint(1, config.num_steps + 2, (batch_size,), generator=generator, dtype=int32)
         # As `DraftModel.random` lays requests out: one stretch each, here what follows its tokens.

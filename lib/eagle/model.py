@@ -34,12 +34,6 @@ def causal_attention(layer, q, k, v):
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def kv_pool(config: EagleConfig, layers: int, device: Device) -> Tensor:
-    """Keys, then values, of every slot: (layers, slots, 2 * H)."""
-    shape = (layers, config.kv_slots, 2 * config.hidden_size)
-    return torch.zeros(shape, dtype=config.dtype, device=device)
-
-
 @dataclass
 class PoolAttention:
     """Writes the new rows' keys and values into `pool`, then attends over `read_slots`.
@@ -64,12 +58,11 @@ class PoolAttention:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
-def prefix_slots(table, requests, lens):
-    """Slots (B, C) of requests' tokens by a table (requests, C); mask (B, T, C) of the first `lens` (B, T).
+def prefix_slots(slots, lens):
+    """Of each request's slots (B, C) a row sees the first `lens` (B, T): slots again, and mask (B, T, C).
 
     No row may see more than the last. Columns that it does not see repeat the request's first slot.
     """
-    slots = table[requests]
     columns = torch.arange(slots.shape[1], device=slots.device)
     mask = columns < lens[..., None]
     own = slots[:, :1]
@@ -77,7 +70,7 @@ def prefix_slots(table, requests, lens):
     return slots, mask
 
 
-def split_heads(x, heads: int):
+def split_heads(x, heads):
     """(B, T, H) -> (B, heads, T, head_dim)."""
     x = x.unflatten(-1, (heads, -1))
     return x.transpose(1, 2)
@@ -94,7 +87,8 @@ def rotate(x, positions):
     half = x.shape[-1] // 2
     steps = torch.arange(half, device=x.device)
     frequencies = 10000.0 ** (-steps / half)
-    angles = positions[:, None, :, None] * frequencies
+    positions = positions[:, None, :, None]
+    angles = positions * frequencies
     cos = angles.cos().to(x.dtype)
     sin = angles.sin().to(x.dtype)
     a, b = x.chunk(2, dim=-1)
@@ -106,7 +100,7 @@ def rotate(x, positions):
 class DecoderLayer(nn.Module):
     """RMSNorm, rotary attention, RMSNorm, SwiGLU."""
 
-    def __init__(self, config: EagleConfig, index: int) -> None:
+    def __init__(self, config: EagleConfig, index: int):
         super().__init__()
         hidden = config.hidden_size
         inner = config.intermediate_size
@@ -120,14 +114,17 @@ class DecoderLayer(nn.Module):
         self.down = Linear(inner, hidden)
 
     def forward(self, x, positions, attention):
-        qkv = self.qkv(self.attn_norm(x))
+        normed = self.attn_norm(x)
+        qkv = self.qkv(normed)
         qkv = split_heads(qkv, 3 * self.heads)
         q, k, v = qkv.chunk(3, dim=1)
         q = rotate(q, positions)
         k = rotate(k, positions)
         mixed = attention(self.index, q, k, v)
-        x = x + self.out(join_heads(mixed))
-        gate_up = self.gate_up(self.mlp_norm(x))
+        mixed = join_heads(mixed)
+        x = x + self.out(mixed)
+        normed = self.mlp_norm(x)
+        gate_up = self.gate_up(normed)
         gate, up = gate_up.chunk(2, dim=-1)
         inner = F.silu(gate) * up
         return x + self.down(inner)
@@ -136,15 +133,16 @@ class DecoderLayer(nn.Module):
 class TargetModel(nn.Module):
     """The model whose text is wanted. Its last hidden state, normed, is the feature that EAGLE predicts."""
 
-    def __init__(self, config: EagleConfig) -> None:
+    def __init__(self, config: EagleConfig):
         super().__init__()
         hidden = config.hidden_size
-        self.embed = nn.Embedding(config.vocab_size, hidden)
+        vocab = config.vocab_size
+        self.embed = nn.Embedding(vocab, hidden)
         self.layers = nn.ModuleList()
         for index in range(config.num_target_layers):
             self.layers.append(DecoderLayer(config, index))
         self.norm = RMSNorm(hidden)
-        self.lm_head = Linear(hidden, config.vocab_size)
+        self.lm_head = Linear(hidden, vocab)
 
     def forward(self, input_ids, positions, attention):
         """input_ids, positions (B, T) -> features (B, T, H). `lm_head` makes logits of them."""
@@ -157,7 +155,7 @@ class TargetModel(nn.Module):
 class EagleHead(nn.Module):
     """The draft model, between the target's embedding and the target's LM head."""
 
-    def __init__(self, config: EagleConfig) -> None:
+    def __init__(self, config: EagleConfig):
         super().__init__()
         hidden = config.hidden_size
         self.fc = Linear(2 * hidden, hidden)
@@ -166,7 +164,8 @@ class EagleHead(nn.Module):
     def forward(self, embedded, hidden, positions, attention):
         """Embedded tokens and hidden (B, T, H), positions (B, T) -> features (B, T, H)."""
         pair = torch.cat((embedded, hidden), dim=-1)
-        return self.layer(self.fc(pair), positions, attention)
+        x = self.fc(pair)
+        return self.layer(x, positions, attention)
 
 
 @dataclass
@@ -176,7 +175,7 @@ class DraftModel:
     config: EagleConfig
     target: TargetModel  # for its embedding and LM head
     head: EagleHead
-    kv: Tensor  # (1, slots, 2 * H), see `kv_pool`
+    kv: Tensor  # (1, slots, 2 * H), see `EagleConfig.kv_pool`
     req_to_token: Tensor  # (1 + max_batch_size, max_context_len) int64; row 0 belongs to padding
 
     @classmethod
@@ -186,7 +185,7 @@ class DraftModel:
             torch.manual_seed(seed)
             target = TargetModel(replace(config, num_target_layers=0))
             head = EagleHead(config)
-            kv = kv_pool(config, 1, device)
+            kv = config.kv_pool(1, device)
             kv.normal_()
         for module in (target, head):
             module.to(config.dtype)
@@ -226,7 +225,8 @@ def draft_forward(model: DraftModel, batch: DraftBatch) -> DraftOutput:
     parents = torch.full_like(tokens[:, :1], -1)
     hidden = batch.hidden_states[:, None]
     lens = batch.seq_lens[:, None]
-    slots, seen = prefix_slots(model.req_to_token, batch.req_pool_indices, lens)
+    slots = model.req_to_token[batch.req_pool_indices]
+    slots, seen = prefix_slots(slots, lens)
     first = 0  # of the candidates of the last level
     for level in range(model.config.num_steps - 1):
         # The k best of them take over the lanes, and see what their parents saw and themselves.
@@ -234,7 +234,8 @@ def draft_forward(model: DraftModel, batch: DraftBatch) -> DraftOutput:
         lane_tokens = tokens[:, first:].gather(1, best)
         lanes = first + best
         parents = torch.cat((parents, lanes), dim=1)
-        lane = best[..., None] // k
+        lane = best // k
+        lane = lane[..., None]
         hidden = hidden.take_along_dim(lane, dim=1)
         seen = seen.take_along_dim(lane, dim=1)
         seen = torch.cat((seen, itself), dim=2)
@@ -242,10 +243,12 @@ def draft_forward(model: DraftModel, batch: DraftBatch) -> DraftOutput:
         slots = torch.cat((slots, write_slots), dim=1)
         attention = PoolAttention(model.kv, write_slots, slots, seen)
         embedded = model.target.embed(lane_tokens)
-        hidden = model.head(embedded, hidden, positions + level, attention)
+        hidden = model.head(embedded, hidden, positions, attention)
         logits = model.target.lm_head(hidden)
         probabilities, children = first_level(logits, k)
-        path_scores = lane_scores[..., None] * probabilities
+        lane_scores = lane_scores[..., None]
+        path_scores = lane_scores * probabilities
+        positions = positions + 1
         first = tokens.shape[1]
         children = children.flatten(1)
         path_scores = path_scores.flatten(1)
@@ -254,7 +257,8 @@ def draft_forward(model: DraftModel, batch: DraftBatch) -> DraftOutput:
 
     # A stable sort: at equal scores the parent comes first, so that no chosen node lacks its parent.
     ranked = scores.argsort(dim=1, descending=True, stable=True)
-    best = ranked[:, : model.config.num_draft_tokens - 1]
+    budget = model.config.num_draft_tokens - 1  # the root is given
+    best = ranked[:, :budget]
     chosen, _ = best.sort()
     tokens = tokens.gather(1, chosen)
     return DraftOutput(parents, chosen, tokens, scores)
@@ -278,10 +282,12 @@ def draft_extend_forward(model: DraftModel, batch: DraftExtendBatch) -> DraftExt
     """
     w = model.config.num_draft_tokens
     prefix = batch.seq_lens - batch.extend_seq_lens
+    prefix = prefix[:, None]
     rows = torch.arange(1, w + 1, device=prefix.device)
-    lens = prefix[:, None] + rows
+    lens = prefix + rows
     lens = lens.clamp(min=1)  # a request of padding is shorter than w; its rows see one column
-    slots, mask = prefix_slots(model.req_to_token, batch.req_pool_indices, lens)
+    slots = model.req_to_token[batch.req_pool_indices]
+    slots, mask = prefix_slots(slots, lens)
     write_slots = batch.out_cache_loc.view(-1, w)
     attention = PoolAttention(model.kv, write_slots, slots, mask)
     positions = batch.positions.view(-1, w)
@@ -297,7 +303,7 @@ def draft_extend_forward(model: DraftModel, batch: DraftExtendBatch) -> DraftExt
     return DraftExtendOutput(logits, hidden, topk_p, topk_index)
 
 
-def load_trained(config: EagleConfig, device: Device = "cpu") -> tuple[TargetModel, EagleHead]:
+def load_trained(config: EagleConfig, device: Device = "cpu"):
     """Target and head of data/models in the config's dtype. RuntimeError where its sizes are not theirs."""
     # Here, since scripts/record.py does without it, on a GPU machine with little more than torch.
     from safetensors.torch import load_file
@@ -313,5 +319,5 @@ def load_trained(config: EagleConfig, device: Device = "cpu") -> tuple[TargetMod
 
 def load_prompts() -> list[list[int]]:
     """The held-out prompts of data/models: starts of lines, cut at ragged lengths, as bytes."""
-    lines = (TRAINED / "prompts.txt").read_bytes().splitlines()
-    return [list(b"\n" + line) for line in lines]
+    text = (TRAINED / "prompts.txt").read_bytes()
+    return [list(b"\n" + line) for line in text.splitlines()]

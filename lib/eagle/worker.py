@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.types import Device
 
-from lib.eagle.fields import Batch, DraftBatch, DraftExtendBatch, EagleConfig, first_level
+from lib.eagle.fields import DraftBatch, DraftExtendBatch, EagleConfig, first_level
 from lib.eagle.model import (
     DraftModel,
     DraftOutput,
@@ -24,10 +24,9 @@ from lib.eagle.model import (
     PoolAttention,
     TargetModel,
     causal_attention,
-    kv_pool,
     prefix_slots,
 )
-from lib.eagle.runners import EagleDraftCudaGraphRunner, EagleDraftExtendCudaGraphRunner, GraphRunner
+from lib.eagle.runners import EagleDraftCudaGraphRunner, EagleDraftExtendCudaGraphRunner
 
 
 @dataclass(eq=False)
@@ -69,8 +68,10 @@ def build_tree(root: Tensor, draft: DraftOutput, topk: int, num_steps: int) -> T
     mask = torch.eye(w, dtype=torch.bool, device=root.device)
     mask = mask.expand(bs, w, w)
     for _ in range(num_steps):
-        mask = mask | mask.take_along_dim(nodes[..., None], dim=1)
-    tokens = torch.cat((root[:, None], draft.draft_tokens), dim=1)
+        above = mask.take_along_dim(nodes[..., None], dim=1)
+        mask = mask | above
+    root = root[:, None]
+    tokens = torch.cat((root, draft.draft_tokens), dim=1)
     return Tree(tokens, nodes, mask)
 
 
@@ -81,7 +82,8 @@ def accept_greedy(tree: Tree, predictions: Tensor) -> Tensor:
     """
     agrees = tree.tokens == predictions.gather(1, tree.parents)
     agrees[:, 0] = True  # the root
-    return (agrees[:, None] | ~tree.mask).all(-1)
+    whole = agrees[:, None] | ~tree.mask
+    return whole.all(-1)
 
 
 class EagleWorker:
@@ -113,11 +115,12 @@ class EagleWorker:
         self.target = target
         self.device = device
         self.free_slots = list(range(1, config.kv_slots))
-        self.free_requests = list(range(1, 1 + config.max_batch_size))
-        shape = (1 + config.max_batch_size, config.max_context_len)
+        requests = 1 + config.max_batch_size
+        self.free_requests = list(range(1, requests))
+        shape = (requests, config.max_context_len)
         self.req_to_token = torch.zeros(shape, dtype=torch.int64, device=device)
-        self.target_kv = kv_pool(config, config.num_target_layers, device)
-        draft_kv = kv_pool(config, 1, device)
+        self.target_kv = config.kv_pool(config.num_target_layers, device)
+        draft_kv = config.kv_pool(1, device)
         self.model = DraftModel(config, target, head, draft_kv, self.req_to_token)
         shared = (config, strategy, device, self.model)
         self.draft = EagleDraftCudaGraphRunner(*shared, **runner_options)
@@ -175,7 +178,7 @@ class EagleWorker:
         self.spans.append((name, start, time.perf_counter()))
         return done
 
-    def _prefill(self, request: Request) -> None:
+    def _prefill(self, request):
         """Target, then head, over the whole prompt; the head reads tokens shifted by one."""
         length = len(request.prompt)
         taken = self.free_slots[:length]
@@ -185,9 +188,11 @@ class EagleWorker:
         mask = positions[..., None] >= positions
         attention = PoolAttention(self.target_kv, slots, slots, mask)
         features = self.target(tokens, positions, attention)
-        logits = self.target.lm_head(features[:, -1:])
+        last = features[:, -1:]
+        logits = self.target.lm_head(last)
         first = logits.argmax(-1)
-        tokens = torch.cat((tokens[:, 1:], first), dim=1)
+        tokens = tokens[:, 1:]
+        tokens = torch.cat((tokens, first), dim=1)
         embedded = self.target.embed(tokens)
         attention = PoolAttention(self.model.kv, slots, slots, mask)
         hidden = self.model.head(embedded, features, positions, attention)
@@ -201,20 +206,20 @@ class EagleWorker:
         self.req_to_token[request.req_pool_index, :length] = slots
         del self.free_slots[:length]
 
-    def _speculate(self) -> None:
+    def _speculate(self):
         """Draft, verify and draft-extend once; every request keeps its accepted path."""
         config = self.config
         facts = []
         for request in self.running:
-            facts.append((request.req_pool_index, request.output[-1], len(request.slots)))
-        facts = torch.tensor(facts)
-        requests, root, lens = facts.T.contiguous()
+            row = (request.req_pool_index, request.output[-1], len(request.slots))
+            facts.append(row)
+        requests, root, lens = map(torch.tensor, zip(*facts))
         requests = requests.to(self.device)
         root = root.to(self.device)
         # A request's branches, and after the draft its nodes, take the first of its slots.
         count = len(self.running) * config.slots_per_step
         slots = self._tensor(self.free_slots[:count])
-        slots = slots.view(len(self.running), -1)
+        slots = slots.view(len(requests), -1)
         rows = zip(*(request.draft_input for request in self.running))
         start = dict(zip(DRAFT_INPUT, map(torch.cat, rows)))
         batch = DraftBatch.of(config, requests, lens, slots, **start)
@@ -228,7 +233,8 @@ class EagleWorker:
         order = rank.argsort(dim=1, descending=True, stable=True)
         tokens = predictions.gather(1, order)
         node_slots = node_slots.gather(1, order)
-        hidden = features.take_along_dim(order[..., None], dim=1)
+        by_row = order[..., None]
+        hidden = features.take_along_dim(by_row, dim=1)
         counts = self.accepted.sum(1, dtype=torch.int32)
         batch = DraftExtendBatch.of(
             config,
@@ -240,7 +246,8 @@ class EagleWorker:
             hidden_states=hidden.flatten(0, 1),
         )
         positions = batch.positions.view_as(tokens)
-        self.req_to_token[requests[:, None], positions] = node_slots
+        requests = requests[:, None]
+        self.req_to_token[requests, positions] = node_slots
         out = self._replay("extend", self.extend, batch)
         last = batch.select_index
         if len(out.logits) == len(last):  # the graph itself has picked the rows
@@ -262,18 +269,19 @@ class EagleWorker:
             request.output = text[: request.max_new_tokens]
         self.free_slots[:count] = free
 
-    def _replay(self, name, runner: GraphRunner, batch: Batch):
+    def _replay(self, name, runner, batch):
         if runner.placed:  # sources have to lie at fixed addresses; their producer is this loop
             batch = runner.place(batch)
         self._timed(f"{name} copy", runner.copy_inputs, batch)
         return self._timed(f"{name} replay", runner.replay_graph, batch.batch_size)
 
-    def _verify(self, batch: DraftBatch, node_slots: Tensor):
+    def _verify(self, batch, node_slots):
         """Run the target over all nodes at once: predictions (bs, w) and features (bs, w, H)."""
         longest = batch.seq_lens_cpu.max()
-        table = self.req_to_token[:, :longest]
-        lens = batch.seq_lens[:, None].expand_as(node_slots)
-        prefix, seen = prefix_slots(table, batch.req_pool_indices, lens)
+        prefix = self.req_to_token[batch.req_pool_indices, :longest]
+        lens = batch.seq_lens[:, None]
+        lens = lens.expand_as(node_slots)
+        prefix, seen = prefix_slots(prefix, lens)
         read_slots = torch.cat((prefix, node_slots), dim=1)
         mask = torch.cat((seen, self.tree.mask), dim=2)
         attention = PoolAttention(self.target_kv, node_slots, read_slots, mask)
@@ -283,7 +291,7 @@ class EagleWorker:
         logits = self.target.lm_head(features)
         return logits.argmax(-1), features
 
-    def _retire(self) -> list[Request]:
+    def _retire(self):
         """Let finished requests leave the running batch."""
         finished = [request for request in self.running if request.finished]
         for request in finished:
@@ -307,8 +315,8 @@ def greedy_decode(target: TargetModel, prompt: Sequence[int], max_new_tokens: in
         tokens = torch.tensor([text], device=device)
         positions = torch.arange(len(text), device=device)
         features = target(tokens, positions[None], causal_attention)
-        logits = target.lm_head(features[0, -1]).float()
-        (best, second), (token, _) = logits.topk(2)
+        logits = target.lm_head(features[0, -1])
+        (best, second), (token, _) = logits.float().topk(2)
         leads.append(float(best - second))
         text.append(int(token))
     return text[len(prompt) :], leads
