@@ -146,7 +146,7 @@ def replay_copies(section: Section) -> Replay:
 
 
 def sources(section: Section) -> Callable[[Batch], tuple[Tensor, ...]]:
-    return attrgetter(*(name for name in section.buffers.names if name != "seq_lens_cpu"))
+    return attrgetter(*(name for name in section.buffers.tensors if name != "seq_lens_cpu"))
 
 
 def bare_plan(section: Section, **options) -> Replay:
@@ -198,8 +198,7 @@ def runner_in_place(section: Section) -> Replay:
 
 
 def hidden_states_alone(section: Section) -> Replay:
-    (field,) = (field for field in section.buffers.fields if field.name == "hidden_states")
-    dst = section.buffers.rows(field, section.batch_size)
+    dst = section.buffers.rows(section.batch_size)["hidden_states"]
     return lambda batch: dst.copy_(batch.hidden_states)
 
 

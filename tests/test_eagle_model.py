@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from lib.eagle import DraftBatch, EagleConfig
 from lib.eagle.model import (
-    TRAINED,
     DraftModel,
     causal_attention,
     draft_forward,
@@ -43,7 +42,7 @@ def plain_head(target, head, text, drafted=()):
     return target.lm_head(features)[0]
 
 
-def beam_paths(out, request: int, topk: int, num_steps: int) -> list[list[list[int]]]:
+def lane_paths(out, request: int, topk: int) -> list[list[list[int]]]:
     """[level][lane]: the drafted tokens up to that lane, from the output that lists all candidates."""
     parents, tokens = out.parent_list[request].tolist(), out.draft_tokens[request].tolist()
 
@@ -51,9 +50,8 @@ def beam_paths(out, request: int, topk: int, num_steps: int) -> list[list[list[i
         above = [] if candidate < topk else path(parents[candidate // topk])
         return [*above, tokens[candidate]]
 
-    beams = [range(topk)]
-    beams += [parents[1 + topk + i * topk :][:topk] for i in range(num_steps - 2)]
-    return [[path(candidate) for candidate in beam] for beam in beams]
+    levels = [parents[i : i + topk] for i in range(1, len(parents), topk)]
+    return [[path(candidate) for candidate in lanes] for lanes in levels]
 
 
 @pytest.mark.parametrize(
@@ -69,9 +67,9 @@ def test_draft_and_extend_logits_equal_a_recomputation(topk, num_steps, layout):
 
     def draft_eagerly(bs):
         seen["levels"] = []
-        inputs = worker.draft.buffers.inputs(worker.draft.padded_batch_size(bs))
+        inputs = worker.draft.producer(worker.draft.padded_batch_size(bs)).inputs
         keep = target.lm_head.register_forward_hook(lambda *call: seen["levels"].append(call[2]))
-        seen["tree"] = draft_forward(worker.draft_model, inputs)
+        seen["tree"] = draft_forward(worker.model, inputs)
         keep.remove()
         return seen["tree"]._make(t[:bs] for t in seen["tree"])
 
@@ -90,11 +88,11 @@ def test_draft_and_extend_logits_equal_a_recomputation(topk, num_steps, layout):
         for i, request in enumerate(worker.running):
             text, gained = request.prompt + request.output, request.accept_lengths[-1]
             before, n = text[:-gained], len(text) - gained - 1
-            for level, beam in enumerate(beam_paths(seen["tree"], i, topk, num_steps)):
-                for lane, path in enumerate(beam):
-                    expected = plain_head(target, head, before, path)[-1]
-                    torch.testing.assert_close(seen["levels"][level][i, lane], expected, atol=2e-4, rtol=1e-4)
-            assert level == num_steps - 2
+            paths = lane_paths(seen["tree"], i, topk)
+            assert len(paths) == num_steps - 1
+            for logits, lanes in zip(seen["levels"], paths, strict=True):
+                expected = torch.stack([plain_head(target, head, before, path)[-1] for path in lanes])
+                torch.testing.assert_close(logits[i], expected, atol=2e-4, rtol=1e-4)
             expected = plain_head(target, head, text)[n:]
             rows = seen["extend"][i, :gained]
             if layout == "2026-10":  # the graph has picked the last of them
@@ -106,15 +104,13 @@ def test_draft_and_extend_logits_equal_a_recomputation(topk, num_steps, layout):
 def walk(tree: Tree, predictions, request: int) -> list[int]:
     """Accepted nodes by walking down from the root, as a reader of the EAGLE paper would."""
     tokens, parents, chosen = tree.tokens[request], tree.parents[request], predictions[request]
-    path, node = [0], 0
-    while True:
-        agreeing = [
-            j for j in range(1, len(tokens)) if parents[j] == node and tokens[j] == chosen[node] and j > node
-        ]
-        if not agreeing:
-            return path
-        node = agreeing[0]
-        path.append(node)
+    path = []
+    agreeing = [0]
+    while agreeing:
+        path.append(node := agreeing[0])
+        children = [j for j in range(node + 1, len(tokens)) if parents[j] == node]
+        agreeing = [j for j in children if tokens[j] == chosen[node]]
+    return path
 
 
 @settings(max_examples=150, derandomize=True, deadline=None)
@@ -136,7 +132,9 @@ def test_tree_and_acceptance_against_a_walk(topk, num_steps, seed, sharp, data):
     model = DraftModel.random(config, seed=seed)
     model.target.lm_head.weight.mul_(sharp)
     batch = DraftBatch.random(config, 4, seed=seed)
-    out = draft_forward(model, {f.name: getattr(batch, f.name) for f in config.table("draft")})
+    g = torch.Generator().manual_seed(seed + 1)
+    batch.topk_index = torch.rand(4, 12, generator=g).topk(topk).indices  # siblings carry different tokens
+    out = draft_forward(model, batch)
     root = torch.randint(0, 3, (4,), generator=torch.Generator().manual_seed(seed))
     tree = build_tree(root, out, topk, num_steps)
 
@@ -152,45 +150,12 @@ def test_tree_and_acceptance_against_a_walk(topk, num_steps, seed, sharp, data):
                 line.add(at)
             assert set(tree.mask[i, node].nonzero().flatten().tolist()) == line
 
-    # Predictions that follow the tree for a while, and some tokens forced equal between siblings.
-    g = torch.Generator().manual_seed(seed + 1)
-    tokens = torch.where(torch.rand(4, w, generator=g) < 0.3, tree.tokens[:, -1:], tree.tokens)
-    tree = tree._replace(tokens=tokens)
-    some_node = torch.randint(0, w, (4, w), generator=g)
-    predictions = tokens.gather(1, some_node)
+    some_node = torch.randint(0, w, (4, w), generator=g)  # predictions that follow the tree for a while
+    predictions = tree.tokens.gather(1, some_node)
     for i in range(4):
         for node in range(1, w):
             if torch.rand((), generator=g) < 0.6:
-                predictions[i, tree.parents[i, node]] = tokens[i, node]
+                predictions[i, tree.parents[i, node]] = tree.tokens[i, node]
     accepted = accept_greedy(tree, predictions)
     for i in range(4):
         assert accepted[i].nonzero().flatten().tolist() == walk(tree, predictions, i)
-
-
-def test_slots_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="kv_slots"):
-        DraftModel.random(EagleConfig.tiny(kv_slots=100))
-
-
-@pytest.mark.parametrize(
-    "damage", [lambda data: data[:-1000], lambda data: data[:-1] + b"\x00", lambda data: b""]
-)
-def test_damaged_weights_are_told_by_name(tmp_path, damage):
-    """Each would load, or fail with an error of the file format, or give other text without a word."""
-    for name in ("tiny.safetensors", "tiny.sha256"):
-        (tmp_path / name).write_bytes((TRAINED / name).read_bytes())
-    load_trained(EagleConfig.tiny(), directory=tmp_path)
-    path = tmp_path / "tiny.safetensors"
-    path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(
-        ValueError, match=r"tiny\.safetensors: truncated or altered, expected SHA-256 \w{64}, got"
-    ) as told:
-        load_trained(EagleConfig.tiny(), directory=tmp_path)
-    assert "\n" not in str(told.value)
-
-
-def test_sizes_that_are_not_the_weights_are_refused():
-    with pytest.raises(RuntimeError, match="size mismatch"):
-        load_trained(EagleConfig.tiny(intermediate_size=128))
-    with pytest.raises(RuntimeError, match="Missing key"):
-        load_trained(EagleConfig.tiny(num_target_layers=4))

@@ -201,7 +201,7 @@ def main() -> None:
     weights |= {f"head.{n}": t for n, t in head.state_dict().items()}
     weights = save({n: t.half() for n, t in weights.items()})
     (output / "tiny.safetensors").write_bytes(weights)
-    checksum = hashlib.sha256(weights).hexdigest()  # `load_trained` compares it; so does `sha256sum -c`
+    checksum = hashlib.sha256(weights).hexdigest()  # for `sha256sum -c`
     (output / "tiny.sha256").write_text(f"{checksum}  tiny.safetensors\n", encoding="ascii")
     with open(output / "training_log.csv", "w", encoding="ascii", newline="") as file:
         writer = csv.DictWriter(file, ["model", "step", "loss", "feature", "last"])

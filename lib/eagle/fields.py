@@ -2,20 +2,20 @@
 
 The tables are those of SGLang's `EAGLEDraftCudaGraphRunner` and `EAGLEDraftExtendCudaGraphRunner`; runners
 read there how large a buffer is, what pads it, what is required and what is large. A new field is a row in a
-table, an attribute of the batch and a value in its `draw` (one with an option gets that by itself). One
-departure: where the width of hidden_states differs (EAGLE-3), SGLang leaves out the copy and the rows of an
-earlier step stay; here that is an error.
+table and an attribute of the batch. One departure: where the width of hidden_states differs (EAGLE-3), SGLang
+leaves out the copy and the rows of an earlier step stay; here that is an error.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from math import prod
 from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
+from torch.types import Device
 
 int32, int64, float32 = torch.int32, torch.int64, torch.float32
 
@@ -24,94 +24,86 @@ int32, int64, float32 = torch.int32, torch.int64, torch.float32
 class Field:
     """One input of a captured graph.
 
-    A batch of `bs` requests brings `bs * prod(rows)` rows of shape `columns`, names of `EagleConfig.sizes`:
-    k top-k, s speculative steps, w draft tokens a request, H hidden size, V vocabulary.
+    In the tables below sizes are words of `EagleConfig.sizes`: k top-k, s speculative steps, w draft tokens a
+    request, H hidden size, V vocabulary. In `EagleConfig.table` they are numbers.
     """
 
     name: str
     dtype: torch.dtype | None  # of the static buffer; None is the model's dtype
-    rows: str = ""
-    columns: str = ""
+    rows: str | int = ""  # of a request, the product of the words
+    columns: str | tuple[int, ...] = ""  # shape of a row
     pad: int | str | None = None  # value of the rows of padding; None leaves them as they are
     required: bool = True
     fill_if_missing: bool = False  # an absent optional field is filled with `pad` instead of left stale
-    option: str = ""  # has a buffer only where EagleConfig.options names it
+    rare: bool = False  # has a buffer only with EagleConfig.rare_fields
     host: bool = False  # lives in host memory and is copied there
     large: bool = False  # SGLang keeps it out of the group
     source_dtype: torch.dtype | None = None  # of the batch's tensor, where it differs from the buffer's
     dim: int = 0  # the dimension that the rows lie in; the columns come before it
 
+    def shape(self, batch_size: int) -> torch.Size:
+        shape = list(self.columns)
+        shape.insert(self.dim, batch_size * self.rows)
+        return torch.Size(shape)
 
-Table = tuple[Field, ...]
+
 Given = Tensor | None  # of a batch: None where a field does not come
 Optional = partial(Field, required=False)
+Rare = partial(Optional, rare=True)
 
 # The attention back end's fill value: a padded request has one token, so that no softmax is over nothing.
 SEQ_LEN_FILL_VALUE = 1
 
 # Mid June 2026, sglang pull request 28465.
-DRAFT_FIELDS = (
-    Field("seq_lens", int64, pad=SEQ_LEN_FILL_VALUE),
-    Field("out_cache_loc", int64, rows="k s", pad=0),
-    Field("positions", int64, rows="k", pad=0),
-    Field("topk_p", float32, columns="k", pad=0),
-    Field("topk_index", int64, columns="k", pad=0),
-    Field("req_pool_indices", int64, pad=0),
-    Field("hidden_states", None, columns="H", pad=0, large=True),
-    Field("seq_lens_cpu", int64, pad=SEQ_LEN_FILL_VALUE, host=True),
-    Optional("rids_int", int64, pad=0, option="ids"),
-    Optional("bootstrap_room_ids_int", int64, pad=-1, option="ids"),
-)
-DRAFT_EXTEND_FIELDS = (
-    Field("input_ids", int64, rows="w"),
-    Field("seq_lens", int64, pad=SEQ_LEN_FILL_VALUE),
-    Field("out_cache_loc", int64, rows="w", pad=0),
-    Field("positions", int64, rows="w", pad=0),
-    Field("req_pool_indices", int64, pad=0),
-    Optional("extend_seq_lens", int32, pad="w", fill_if_missing=True),
-    Optional("num_correct_drafts", int32, pad="w"),
-    Optional("num_accept_tokens", int32, pad="w"),
-    Field("hidden_states", None, rows="w", columns="H", large=True),
-    Field("seq_lens_cpu", int64, pad=SEQ_LEN_FILL_VALUE, host=True),
-)
-
+JUNE = {
+    "draft": (
+        Field("seq_lens", int64, pad=SEQ_LEN_FILL_VALUE),
+        Field("out_cache_loc", int64, rows="k s", pad=0),
+        Field("positions", int64, rows="k", pad=0),
+        Field("topk_p", float32, columns="k", pad=0),
+        Field("topk_index", int64, columns="k", pad=0),
+        Field("req_pool_indices", int64, pad=0),
+        Field("hidden_states", None, columns="H", pad=0, large=True),
+        Field("seq_lens_cpu", int64, pad=SEQ_LEN_FILL_VALUE, host=True),
+        Rare("rids_int", int64, pad=0),
+        Rare("bootstrap_room_ids_int", int64, pad=-1),
+    ),
+    "draft_extend": (
+        Field("input_ids", int64, rows="w"),
+        Field("seq_lens", int64, pad=SEQ_LEN_FILL_VALUE),
+        Field("out_cache_loc", int64, rows="w", pad=0),
+        Field("positions", int64, rows="w", pad=0),
+        Field("req_pool_indices", int64, pad=0),
+        Optional("extend_seq_lens", int32, pad="w", fill_if_missing=True),
+        Optional("num_correct_drafts", int32, pad="w"),
+        Optional("num_accept_tokens", int32, pad="w"),
+        Field("hidden_states", None, rows="w", columns="H", large=True),
+        Field("seq_lens_cpu", int64, pad=SEQ_LEN_FILL_VALUE, host=True),
+    ),
+}
 # What 0.5.23 (October 2026) has beyond, without the two fills of data parallelism, which no batch brings.
-Sampling = partial(Optional, option="sampling", large=True)
-NEW_DRAFT_FIELDS = (
-    Optional("mrope_positions", int64, rows="k", columns="mrope", pad=0, option="mrope", dim=1),
-    Sampling("draft_probs", float32, columns="V", pad=0),
-    Optional("dsa_seed_topk", int32, columns="dsa", pad=0, fill_if_missing=True, option="dsa", large=True),
-    Sampling("temperatures", float32, columns="one"),
-    Sampling("sampling_seed", int64),
-    Sampling("top_ks", int32),
-)
-NEW_DRAFT_EXTEND_FIELDS = (
-    # The row of each request to keep. Its buffer starts as 0 and is never padded: any row will do.
-    Field("select_index", int64),
-    Optional("mrope_positions", int64, rows="w", columns="mrope", pad=0, option="mrope", dim=1),
-    Optional("mamba_track_indices", int64, pad=0, option="mamba"),
-)
-OPTIONS = ("ids", "mrope", "sampling", "dsa", "mamba")
-
-
-def with_int32_seq_lens(table: Table) -> Table:
-    """Until sglang pull request 27840 (2026-06-11): int32 buffers, so that this one copy converts."""
-    changes = {"dtype": int32, "source_dtype": int64}
-    return tuple(replace(f, **changes) if f.name.startswith("seq_lens") else f for f in table)
-
-
-def with_new_fields(table: Table, new: Table) -> Table:
-    """0.5.23: hidden_states and seq_lens_cpu are optional, too."""
-    now_optional = ("hidden_states", "seq_lens_cpu")
-    return tuple(replace(f, required=False) if f.name in now_optional else f for f in table) + new
-
-
-JUNE = {"draft": DRAFT_FIELDS, "draft_extend": DRAFT_EXTEND_FIELDS}
-NEW = {"draft": NEW_DRAFT_FIELDS, "draft_extend": NEW_DRAFT_EXTEND_FIELDS}
-LAYOUTS: dict[str, dict[str, Table]] = {
-    "2026-06": JUNE,
-    "2026-10": {runner: with_new_fields(table, NEW[runner]) for runner, table in JUNE.items()},
-    "int32_seq_lens": {runner: with_int32_seq_lens(table) for runner, table in JUNE.items()},
+OCTOBER = {
+    "draft": (
+        Rare("mrope_positions", int64, rows="k", columns="mrope", pad=0, dim=1),
+        Rare("draft_probs", float32, columns="V", pad=0, large=True),
+        Rare("dsa_seed_topk", int32, columns="dsa", pad=0, fill_if_missing=True, large=True),
+        Rare("temperatures", float32, columns="one", large=True),
+        Rare("sampling_seed", int64, large=True),
+        Rare("top_ks", int32, large=True),
+    ),
+    "draft_extend": (
+        # The row of each request to keep. Its buffer starts as 0 and is never padded: any row will do.
+        Field("select_index", int64),
+        Rare("mrope_positions", int64, rows="w", columns="mrope", pad=0, dim=1),
+        Rare("mamba_track_indices", int64, pad=0),
+    ),
+}
+# By layout, what is otherwise than in June. Until sglang pull request 27840 (2026-06-11) the buffers of
+# lengths were int32, so that one copy converts.
+LAYOUTS: dict[str, dict[str, dict]] = {
+    "2026-06": {},
+    "2026-10": {"hidden_states": {"required": False}, "seq_lens_cpu": {"required": False}},
+    "int32_seq_lens": {"seq_lens": {"dtype": int32}, "seq_lens_cpu": {"dtype": int32}},
 }
 
 
@@ -129,35 +121,24 @@ class EagleConfig:
     num_draft_tokens: int = 0  # w, speculative_num_draft_tokens, root included; 0: at most 16, all that exist
     capture_batch_sizes: tuple[int, ...] = (1, 2, 4, 8)
     max_context_len: int = 256  # tokens a request can have, drafted ones included
-    kv_slots: int = 0  # of each KV pool, slot 0 (padding) included; 0: enough for all requests at full length
     dtype: torch.dtype = torch.bfloat16
     layout: str = "2026-06"  # of LAYOUTS
-    options: tuple[str, ...] = ()  # of OPTIONS: fields that have buffers, and come with random batches
+    rare_fields: bool = False  # fields that few deployments have get buffers, and come with random batches
 
     def __post_init__(self) -> None:
-        candidates = 1 + self.topk + (self.num_steps - 1) * self.topk**2
         sizes = tuple(sorted(set(self.capture_batch_sizes)))
-        object.__setattr__(self, "capture_batch_sizes", sizes)
-        if self.num_draft_tokens == 0:
-            object.__setattr__(self, "num_draft_tokens", min(16, candidates))
-        if self.kv_slots == 0 and sizes:
-            each = self.max_context_len + self.topk * self.num_steps
-            object.__setattr__(self, "kv_slots", 1 + sizes[-1] * each)
-        deepest = self.num_steps + 1
-        adds = max(self.num_draft_tokens, self.num_steps)
-        width = 2 * self.num_heads or 1  # of heads with an even size
-        tree_fits = deepest <= self.num_draft_tokens <= candidates
-        positive = ("hidden_size", "num_heads", "intermediate_size", "num_target_layers", "topk")
+        least = self.num_steps + 1
+        candidates = 1 + self.topk + (self.num_steps - 1) * self.topk**2
+        budget = self.num_draft_tokens or min(16, candidates)
+        vars(self).update(capture_batch_sizes=sizes, num_draft_tokens=budget)
         for name, holds, expected in (
-            ("layout", self.layout in LAYOUTS, f"one of {sorted(LAYOUTS)}"),
-            ("options", set(self.options) <= set(OPTIONS), f"some of {OPTIONS}"),
-            ("capture_batch_sizes", sizes and sizes[0] >= 1, "sizes from 1 up"),
-            *((name, getattr(self, name) >= 1, "at least 1") for name in positive),
+            ("layout", self.layout in LAYOUTS, f"one of {list(LAYOUTS)}"),
+            ("capture_batch_sizes", min(sizes, default=0) >= 1, "sizes from 1 up"),
+            ("topk", 1 <= self.topk <= self.vocab_size, "1 to vocab_size"),
             ("num_steps", self.num_steps >= 2, "at least 2 (1 leaves nothing to capture)"),
-            ("vocab_size", self.vocab_size >= self.topk, f"at least topk, {self.topk}"),
-            ("hidden_size", self.hidden_size % width == 0, f"a multiple of {width}"),
-            ("num_draft_tokens", tree_fits, f"{deepest} to {candidates}"),
-            ("max_context_len", self.max_context_len > adds, f"more than a step adds, {adds}"),
+            ("num_draft_tokens", least <= budget <= candidates, f"{least} to {candidates}"),
+            ("hidden_size", self.hidden_size % (2 * self.num_heads) == 0, "a multiple of 2 * num_heads"),
+            ("max_context_len", self.max_context_len > budget, "more than a step adds"),
         ):
             if not holds:
                 raise ValueError(f"{name}: expected {expected}, got {getattr(self, name)!r}")
@@ -171,56 +152,75 @@ class EagleConfig:
     def preset(cls, name: str, **overrides) -> EagleConfig:
         """A named size; any field can be overridden. Raises ValueError for an unknown name."""
         if name not in PRESETS:
-            raise ValueError(f"preset: expected one of {sorted(PRESETS)}, got {name!r}")
-        return cls(**{**PRESETS[name], **overrides})
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_heads
+            raise ValueError(f"preset: expected one of {list(PRESETS)}, got {name!r}")
+        sizes, more = PRESETS[name]
+        return cls(**dict(zip(SIZES, sizes)) | more | overrides)
 
     @property
     def max_batch_size(self) -> int:
         return self.capture_batch_sizes[-1]
 
-    def table(self, runner: str) -> Table:
-        """The rows of "draft" or "draft_extend" that have a buffer here."""
-        return tuple(f for f in LAYOUTS[self.layout][runner] if f.option in ("", *self.options))
+    @property
+    def slots_per_step(self) -> int:
+        """KV slots that a request's draft branches need, and after them its w rows."""
+        return max(self.topk * self.num_steps, self.num_draft_tokens)
 
-    def rows(self, field: Field, batch_size: int = 1) -> int:
-        return batch_size * prod(self.sizes[name] for name in field.rows.split())
+    @property
+    def slots_per_request(self) -> int:
+        return self.max_context_len + self.slots_per_step
 
-    def shape(self, field: Field, batch_size: int) -> tuple[int, ...]:
-        """Shape of a field for `batch_size` requests."""
-        columns = tuple(self.sizes[name] for name in field.columns.split())
-        rows = (self.rows(field, batch_size),)
-        return columns + rows if field.dim else rows + columns
+    @property
+    def kv_slots(self) -> int:
+        """Of a KV pool for all requests at full length; slot 0 takes the writes of padding."""
+        return 1 + self.max_batch_size * self.slots_per_request
 
-    def source_dtype(self, field: Field) -> torch.dtype:
-        return field.source_dtype or field.dtype or self.dtype
+    def kv_pool(self, layers: int, device: Device) -> Tensor:
+        """Keys, then values, of every slot: (layers, slots, 2 * H)."""
+        width = 2 * self.hidden_size
+        return torch.zeros(layers, self.kv_slots, width, dtype=self.dtype, device=device)
 
-    def pad_value(self, field: Field) -> int:
-        return self.sizes[field.pad] if isinstance(field.pad, str) else field.pad or 0
-
-    @cached_property
+    @property
     def sizes(self) -> dict[str, int]:
-        """What the names in a field's rows and columns stand for."""
+        """What the names in a field's rows, columns and pad stand for."""
         sizes = {"k": self.topk, "s": self.num_steps, "w": self.num_draft_tokens, "H": self.hidden_size}
         return sizes | {"V": self.vocab_size, "mrope": 3, "dsa": 2048, "one": 1}
+
+    def table(self, runner: str) -> list[Field]:
+        """The rows of "draft" or "draft_extend" that have a buffer here, with numbers for words."""
+        table = []
+        rows = JUNE[runner]
+        if self.layout == "2026-10":
+            rows += OCTOBER[runner]
+        number = self.sizes.get
+        for field in rows:
+            if field.rare and not self.rare_fields:
+                continue
+            dtype = field.dtype or self.dtype
+            words = {
+                "rows": prod(map(number, field.rows.split())),
+                "columns": tuple(map(number, field.columns.split())),
+                "pad": number(field.pad, field.pad),
+                "dtype": dtype,
+                "source_dtype": dtype,
+            }
+            otherwise = LAYOUTS[self.layout].get(field.name, {})
+            table.append(replace(field, **words | otherwise))
+        return table
 
 
 WIDE = {"capture_batch_sizes": (1, 2, 4, 8, 16, 32, 64), "max_context_len": 2048}
 # Published sizes of the model classes. Attention is plain multi-head here (Llama and Qwen group their key
 # heads, DeepSeek compresses them); what a replay copies does not depend on it.
 SIZES = ("hidden_size", "num_heads", "intermediate_size", "vocab_size")
-PRESETS: dict[str, dict] = {
-    "tiny": dict(zip(SIZES, (128, 4, 256, 128))),
-    "llama3-8b": dict(zip(SIZES, (4096, 32, 14336, 128256))) | WIDE,
-    "qwen3-8b": dict(zip(SIZES, (4096, 32, 12288, 151936))) | WIDE,
-    "deepseek-v3": dict(zip(SIZES, (7168, 56, 18432, 129280))) | WIDE | {"topk": 1},
+PRESETS = {
+    "tiny": ((128, 4, 256, 128), {}),
+    "llama3-8b": ((4096, 32, 14336, 128256), WIDE),
+    "qwen3-8b": ((4096, 32, 12288, 151936), WIDE),
+    "deepseek-v3": ((7168, 56, 18432, 129280), WIDE | {"topk": 1}),
 }
 
 
-@dataclass
+@dataclass(eq=False)
 class Batch:
     """A step's inputs. Fields carry SGLang's names; shapes and dtypes are those of the config's table."""
 
@@ -235,36 +235,38 @@ class Batch:
 
     @classmethod
     def random(cls, config: EagleConfig, batch_size: int, seed: int = 0, device: str = "cpu") -> Self:
-        """Valid inputs for a runner with its own random model: distinct requests, slots of their own.
-
-        Fields with an option, which no model here reads, get random values where the config has it.
-        """
+        """Valid inputs for a runner with its own random model: distinct requests, slots of their own."""
         generator = torch.Generator().manual_seed(seed)
         most = max(config.max_batch_size, batch_size)
         requests = torch.randperm(most, generator=generator)[:batch_size] + 1  # slot 0 is for padding
-        batch = cls.draw(config, requests, generator)
+        longest = config.max_context_len - config.num_draft_tokens
+        lens = torch.randint(1, longest + 1, (batch_size,), generator=generator)
+        accepted = torch.randint(1, config.num_steps + 2, (batch_size,), generator=generator, dtype=int32)
+        # As `DraftModel.random` lays requests out: one stretch each, here what follows its tokens.
+        first = 1 + (requests - 1) * config.slots_per_request + lens
+        slots = first[:, None] + torch.arange(config.slots_per_step)
+        batch = cls.of(config, requests, lens, slots, accepted)
         for field in config.table(cls.table):
-            if field.option:
-                values = torch.randint(0, 99, config.shape(field, batch_size), generator=generator)
-                setattr(batch, field.name, values.to(config.source_dtype(field)))
+            if getattr(batch, field.name) is None:
+                below = 1 if field.source_dtype.is_floating_point else config.vocab_size
+                values = below * torch.rand(field.shape(batch_size), generator=generator)
+                setattr(batch, field.name, values.to(field.source_dtype))
         return batch.to(device)
 
     @property
     def batch_size(self) -> int:
-        if not isinstance(self.seq_lens, Tensor) or self.seq_lens.dim() != 1:
-            raise ValueError(f"seq_lens: expected a tensor of one length a request, got {self.seq_lens!r}")
-        return len(self.seq_lens)
+        try:
+            return len(self.seq_lens)
+        except TypeError:
+            raise ValueError(f"seq_lens: expected one length a request, got {self.seq_lens!r}") from None
 
     def to(self, device: str | torch.device) -> Self:
         """The same batch with its device fields on `device`; seq_lens_cpu stays on the host."""
-        moved = dict(vars(self))
-        for name, tensor in moved.items():
-            if tensor is not None and name != "seq_lens_cpu":
-                moved[name] = tensor.to(device)
-        return type(self)(**moved)
+        moved = {name: tensor.to(device) for name, tensor in vars(self).items() if tensor is not None}
+        return replace(self, **moved | {"seq_lens_cpu": self.seq_lens_cpu})
 
 
-@dataclass
+@dataclass(eq=False)
 class DraftBatch(Batch):
     """Inputs of the draft graph: `seq_lens` committed tokens; the first level in topk_p, topk_index."""
 
@@ -280,27 +282,20 @@ class DraftBatch(Batch):
     table = "draft"
 
     @classmethod
-    def draw(cls, config: EagleConfig, requests: Tensor, generator: torch.Generator) -> Self:
-        bs = len(requests)
-        longest = config.max_context_len - config.num_steps
-        seq_lens = torch.randint(1, longest, (bs,), generator=generator)
-        branches = torch.arange(config.topk * config.num_steps) + config.max_context_len
-        logits = torch.randn(bs, config.vocab_size, generator=generator)
-        topk_p, topk_index = first_level(logits, config.topk)
-        hidden_states = torch.randn(bs, config.hidden_size, generator=generator)
+    def of(cls, config, requests, lens, slots, accepted=None, **fields: Tensor) -> Self:
+        """Requests (bs,) with so many committed tokens, lens on the host; slots (bs, n) to write to."""
+        seq_lens = lens.to(requests.device)
         return cls(
             seq_lens=seq_lens,
-            out_cache_loc=(first_slot(config, requests)[:, None] + branches).flatten(),
+            out_cache_loc=slots[:, : config.topk * config.num_steps].flatten(),
             positions=seq_lens.repeat_interleave(config.topk),
             req_pool_indices=requests,
-            hidden_states=hidden_states.to(config.dtype),
-            seq_lens_cpu=seq_lens.clone(),
-            topk_p=topk_p,
-            topk_index=topk_index,
+            seq_lens_cpu=lens,
+            **fields,
         )
 
 
-@dataclass
+@dataclass(eq=False)
 class DraftExtendBatch(Batch):
     """Inputs of the draft-extend graph: w rows a request, of which the first `num_accept_tokens` count.
 
@@ -317,27 +312,22 @@ class DraftExtendBatch(Batch):
     table = "draft_extend"
 
     @classmethod
-    def draw(cls, config: EagleConfig, requests: Tensor, generator: torch.Generator) -> Self:
-        bs = len(requests)
+    def of(cls, config, requests, lens, slots, accepted, **fields: Tensor) -> Self:
+        """As a draft's. The w rows follow the committed tokens; of them so many are accepted, (bs,) int32."""
         w = config.num_draft_tokens
-        prefix = torch.randint(1, config.max_context_len - w, (bs,), generator=generator)
-        positions = prefix[:, None] + torch.arange(w)
-        deepest = config.num_steps + 1
-        accepted = torch.randint(1, deepest + 1, (bs,), generator=generator, dtype=int32)
-        input_ids = torch.randint(0, config.vocab_size, (bs * w,), generator=generator)
-        hidden_states = torch.randn(bs * w, config.hidden_size, generator=generator)
+        prefix = lens.to(requests.device)
+        rows = torch.arange(len(lens) * w, device=requests.device).view(-1, w)
         return cls(
-            input_ids=input_ids,
             seq_lens=prefix + w,
-            out_cache_loc=(first_slot(config, requests)[:, None] + positions).flatten(),
-            positions=positions.flatten(),
+            out_cache_loc=slots[:, :w].flatten(),
+            positions=(prefix[:, None] + rows[0]).flatten(),
             req_pool_indices=requests,
-            extend_seq_lens=torch.full((bs,), w, dtype=int32),
+            seq_lens_cpu=lens + w,
+            extend_seq_lens=torch.full_like(accepted, w),
             num_correct_drafts=accepted - 1,
             num_accept_tokens=accepted,
-            hidden_states=hidden_states.to(config.dtype),
-            seq_lens_cpu=prefix + w,
-            select_index=torch.arange(bs) * w + accepted - 1,
+            select_index=rows[:, 0] + accepted - 1,
+            **fields,
         )
 
 
@@ -345,8 +335,3 @@ def first_level(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Probabilities (float32) and indices of the k best tokens, (..., k); all ones for k = 1 (SGLang)."""
     probs, index = torch.softmax(logits.float(), dim=-1).topk(k, dim=-1)
     return (torch.ones_like(probs) if k == 1 else probs), index
-
-
-def first_slot(config: EagleConfig, requests: Tensor) -> Tensor:
-    """Where the KV slots of a request start in the contiguous layout of `DraftModel.random`."""
-    return 1 + (requests - 1) * (config.max_context_len + config.topk * config.num_steps)

@@ -7,6 +7,7 @@ its static inputs then hold, and leaves the results in the same output tensors a
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -48,16 +49,8 @@ class EagerGraph:
         return self.outputs
 
 
-class GraphBackend:
-    """Captures on one device; on CUDA all its graphs share one memory pool, so capture the largest first."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.cuda = device.type == "cuda"
-        if self.cuda:
-            self.pool = torch.cuda.graph_pool_handle()
-            self.stream = torch.cuda.Stream(device)
-
-    def capture(self, compute: Compute) -> CudaGraph | EagerGraph:
-        if self.cuda:
-            return CudaGraph(compute, self.pool, self.stream)
-        return EagerGraph(compute)
+def capturer(device: torch.device) -> Callable[[Compute], CudaGraph | EagerGraph]:
+    """What captures on a device; on CUDA its graphs share one memory pool, so capture the largest first."""
+    if device.type != "cuda":
+        return EagerGraph
+    return partial(CudaGraph, pool=torch.cuda.graph_pool_handle(), stream=torch.cuda.Stream(device))

@@ -5,13 +5,14 @@ embedding and LM head are the target's. Position p of the head combines token p+
 hidden state) of position p and predicts the feature of p+1, hence the token p+2.
 
 In shapes: B rows of T tokens, H hidden size, V vocabulary; bs requests, k top-k, s steps, w draft tokens.
+What has no type is a tensor, or `attention`: how a layer reaches keys and values, a function of (layer, q, k,
+v), all (B, heads, T, head_dim), that returns mixed values.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,24 +21,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.types import Device
 
-from lib.eagle.fields import EagleConfig, first_level
+from lib.eagle.fields import DraftBatch, DraftExtendBatch, EagleConfig, first_level
 
 TRAINED = Path(__file__).parents[2] / "data/models"
 
+Linear = partial(nn.Linear, bias=False)
+RMSNorm = partial(nn.RMSNorm, eps=1e-5)
 
-# How a layer reaches keys and values: (layer, q, k, v), all (B, heads, T, head_dim), to mixed values.
-Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
-
-def causal_attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def causal_attention(layer, q, k, v):
     """Every row sees itself and the rows before it; nothing is cached. For training and as a reference."""
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-
-def kv_pool(config: EagleConfig, layers: int, device: Device) -> Tensor:
-    """Keys, then values, of every slot: (layers, slots, 2 * H). Slot 0 takes the writes of padding."""
-    width = 2 * config.hidden_size
-    return torch.zeros(layers, config.kv_slots, width, dtype=config.dtype, device=device)
 
 
 @dataclass
@@ -53,110 +47,104 @@ class PoolAttention:
     read_slots: Tensor  # (B, C) int64
     mask: Tensor  # (B, T, C) bool, true where a row sees a column
 
-    def __call__(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-    ) -> Tensor:
+    def __call__(self, layer, q, k, v):
         slots = self.pool[layer]
         written = torch.cat((k, v), dim=1)
         slots[self.write_slots] = join_heads(written)
         read = F.embedding(self.read_slots, slots)
-        k, v = split_heads(read, written.shape[1]).chunk(2, dim=1)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask[:, None])
+        read = split_heads(read, written.shape[1])
+        k, v = read.chunk(2, dim=1)
+        mask = self.mask[:, None]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
-def prefix_slots(
-    table: Tensor,
-    requests: Tensor,
-    lens: Tensor,
-    rows: int,
-) -> tuple[Tensor, Tensor]:
-    """Slots (B, C) of each request's first tokens, from a table (requests, C); mask (B, rows, C) of its lens.
+def prefix_slots(slots, lens):
+    """Of each request's slots (B, C) a row sees the first `lens` (B, T): slots again, and mask (B, T, C).
 
-    Columns past the end repeat the first slot, so that masked columns read the request's own values.
+    No row may see more than the last. Columns that it does not see repeat the request's first slot.
     """
-    slots = table[requests]
     columns = torch.arange(slots.shape[1], device=slots.device)
-    valid = columns < lens[:, None]
-    slots = torch.where(valid, slots, slots[:, :1])
-    return slots, valid[:, None].expand(-1, rows, -1)
+    mask = columns < lens[..., None]
+    own = slots[:, :1]
+    slots = torch.where(mask[:, -1], slots, own)
+    return slots, mask
 
 
-def split_heads(x: Tensor, heads: int) -> Tensor:
+def split_heads(x, heads):
     """(B, T, H) -> (B, heads, T, head_dim)."""
-    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+    x = x.unflatten(-1, (heads, -1))
+    return x.transpose(1, 2)
 
 
-def join_heads(x: Tensor) -> Tensor:
+def join_heads(x):
     """(B, heads, T, head_dim) -> (B, T, H)."""
-    return x.transpose(1, 2).flatten(2)
+    x = x.transpose(1, 2)
+    return x.flatten(2)
 
 
-def rotate(x: Tensor, positions: Tensor) -> Tensor:
-    """Rotary embedding of x (B, heads, T, head_dim) at positions (B, T)."""
+def rotate(x, positions):
+    """Rotary embedding of x (B, heads, T, head_dim) at positions (B, T): halves of a head are pairs."""
     half = x.shape[-1] // 2
     steps = torch.arange(half, device=x.device)
     frequencies = 10000.0 ** (-steps / half)
-    signed = torch.cat((-frequencies, frequencies))  # the halves of a head turn against each other
-    angles = positions[:, None, :, None] * signed
-    swapped = x.roll(half, dims=-1)
+    positions = positions[:, None, :, None]
+    angles = positions * frequencies
     cos = angles.cos().to(x.dtype)
     sin = angles.sin().to(x.dtype)
-    return x * cos + swapped * sin
+    a, b = x.chunk(2, dim=-1)
+    first = a * cos - b * sin
+    second = b * cos + a * sin
+    return torch.cat((first, second), dim=-1)
 
 
 class DecoderLayer(nn.Module):
     """RMSNorm, rotary attention, RMSNorm, SwiGLU."""
 
-    def __init__(self, config: EagleConfig, index: int) -> None:
+    def __init__(self, config: EagleConfig, index: int):
         super().__init__()
         hidden = config.hidden_size
         inner = config.intermediate_size
         self.index = index
         self.heads = config.num_heads
-        self.attn_norm = nn.RMSNorm(hidden, eps=1e-5)
-        self.qkv = nn.Linear(hidden, 3 * hidden, bias=False)
-        self.out = nn.Linear(hidden, hidden, bias=False)
-        self.mlp_norm = nn.RMSNorm(hidden, eps=1e-5)
-        self.gate_up = nn.Linear(hidden, 2 * inner, bias=False)
-        self.down = nn.Linear(inner, hidden, bias=False)
+        self.attn_norm = RMSNorm(hidden)
+        self.qkv = Linear(hidden, 3 * hidden)
+        self.out = Linear(hidden, hidden)
+        self.mlp_norm = RMSNorm(hidden)
+        self.gate_up = Linear(hidden, 2 * inner)
+        self.down = Linear(inner, hidden)
 
-    def forward(
-        self,
-        x: Tensor,
-        positions: Tensor,
-        attention: Attention,
-    ) -> Tensor:
-        qkv = self.qkv(self.attn_norm(x))
+    def forward(self, x, positions, attention):
+        normed = self.attn_norm(x)
+        qkv = self.qkv(normed)
         qkv = split_heads(qkv, 3 * self.heads)
-        qk, v = qkv.tensor_split((2 * self.heads,), dim=1)
-        q, k = rotate(qk, positions).chunk(2, dim=1)
+        q, k, v = qkv.chunk(3, dim=1)
+        q = rotate(q, positions)
+        k = rotate(k, positions)
         mixed = attention(self.index, q, k, v)
-        x = x + self.out(join_heads(mixed))
-        gate_up = self.gate_up(self.mlp_norm(x))
+        mixed = join_heads(mixed)
+        x = x + self.out(mixed)
+        normed = self.mlp_norm(x)
+        gate_up = self.gate_up(normed)
         gate, up = gate_up.chunk(2, dim=-1)
-        return x + self.down(F.silu(gate) * up)
+        inner = F.silu(gate) * up
+        return x + self.down(inner)
 
 
 class TargetModel(nn.Module):
     """The model whose text is wanted. Its last hidden state, normed, is the feature that EAGLE predicts."""
 
-    def __init__(self, config: EagleConfig) -> None:
+    def __init__(self, config: EagleConfig):
         super().__init__()
-        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_target_layers))
-        self.norm = nn.RMSNorm(config.hidden_size, eps=1e-5)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        hidden = config.hidden_size
+        vocab = config.vocab_size
+        self.embed = nn.Embedding(vocab, hidden)
+        self.layers = nn.ModuleList()
+        for index in range(config.num_target_layers):
+            self.layers.append(DecoderLayer(config, index))
+        self.norm = RMSNorm(hidden)
+        self.lm_head = Linear(hidden, vocab)
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        attention: Attention,
-    ) -> Tensor:
+    def forward(self, input_ids, positions, attention):
         """input_ids, positions (B, T) -> features (B, T, H). `lm_head` makes logits of them."""
         x = self.embed(input_ids)
         for layer in self.layers:
@@ -167,22 +155,17 @@ class TargetModel(nn.Module):
 class EagleHead(nn.Module):
     """The draft model, between the target's embedding and the target's LM head."""
 
-    def __init__(self, config: EagleConfig) -> None:
+    def __init__(self, config: EagleConfig):
         super().__init__()
         hidden = config.hidden_size
-        self.fc = nn.Linear(2 * hidden, hidden, bias=False)
+        self.fc = Linear(2 * hidden, hidden)
         self.layer = DecoderLayer(config, 0)
 
-    def forward(
-        self,
-        embedded: Tensor,
-        hidden: Tensor,
-        positions: Tensor,
-        attention: Attention,
-    ) -> Tensor:
+    def forward(self, embedded, hidden, positions, attention):
         """Embedded tokens and hidden (B, T, H), positions (B, T) -> features (B, T, H)."""
         pair = torch.cat((embedded, hidden), dim=-1)
-        return self.layer(self.fc(pair), positions, attention)
+        x = self.fc(pair)
+        return self.layer(x, positions, attention)
 
 
 @dataclass
@@ -192,45 +175,26 @@ class DraftModel:
     config: EagleConfig
     target: TargetModel  # for its embedding and LM head
     head: EagleHead
-    kv: Tensor  # (1, slots, 2 * H), see `kv_pool`
+    kv: Tensor  # (1, slots, 2 * H), see `EagleConfig.kv_pool`
     req_to_token: Tensor  # (1 + max_batch_size, max_context_len) int64; row 0 belongs to padding
 
     @classmethod
-    def random(
-        cls,
-        config: EagleConfig,
-        device: Device = "cpu",
-        seed: int = 0,
-    ) -> DraftModel:
-        """Seeded random weights, every pool slot in use: a wrongly copied field changes the output.
-
-        Raises ValueError where `kv_slots` does not hold every request at full length.
-        """
-        # A request owns one stretch of slots: for its tokens, then for its draft branches.
-        context = config.max_context_len
-        requests = config.max_batch_size
-        stretch = context + config.topk * config.num_steps
-        needed = 1 + stretch * requests
-        if needed > config.kv_slots:
-            raise ValueError(
-                f"kv_slots: expected at least {needed} for a random model, got {config.kv_slots}"
-            )
-        slots = torch.arange(1, needed, device=device).view(requests, stretch)
-        req_to_token = F.pad(slots[:, :context], (0, 0, 1, 0))
-
-        generator = torch.Generator(device).manual_seed(seed)
-        with torch.device("meta"):  # no time for initial values that are thrown away
-            target = TargetModel(config)
+    def random(cls, config: EagleConfig, device: Device = "cpu", seed: int = 0) -> DraftModel:
+        """Seeded random weights, every pool slot in use: a wrongly copied field changes the output."""
+        with torch.random.fork_rng(), torch.device(device):
+            torch.manual_seed(seed)
+            target = TargetModel(replace(config, num_target_layers=0))
             head = EagleHead(config)
-        for module in (target.embed, target.lm_head, head):
-            module.to(config.dtype).to_empty(device=device).requires_grad_(False)
-            for weight in module.parameters():
-                if weight.dim() == 1:  # of a norm
-                    weight.fill_(1)
-                else:
-                    weight.normal_(std=weight.shape[1] ** -0.5, generator=generator)
-        kv = kv_pool(config, layers=1, device=device)
-        kv[:, 1:].normal_(generator=generator)
+            kv = config.kv_pool(1, device)
+            kv.normal_()
+        for module in (target, head):
+            module.to(config.dtype)
+            module.requires_grad_(False)
+        # A request owns one stretch of slots: for its tokens, then for its draft branches.
+        slots = torch.arange(1, config.kv_slots, device=device)
+        slots = slots.view(config.max_batch_size, -1)
+        slots = slots[:, : config.max_context_len]
+        req_to_token = F.pad(slots, (0, 0, 1, 0))
         return cls(config, target, head, kv, req_to_token)
 
 
@@ -244,54 +208,60 @@ class DraftOutput(NamedTuple):
 
 
 @torch.no_grad()
-def draft_forward(model: DraftModel, inputs: dict[str, Tensor]) -> DraftOutput:
+def draft_forward(model: DraftModel, batch: DraftBatch) -> DraftOutput:
     """Grow the tree over s levels: the first is given, the head runs s - 1 times, k branches at a time.
 
     A branch sees the committed prefix and its true ancestors, wherever their lanes were (SGLang's lanes keep
     their own history instead).
     """
-    tokens = inputs["topk_index"]  # of all candidates so far
-    scores = inputs["topk_p"]
+    tokens = batch.topk_index  # of all candidates so far
+    scores = batch.topk_p
     bs, k = tokens.shape
-    # What lanes read (bs, C) and which of it each sees (bs, k, C): the prefix, then level by level.
-    slots, seen = prefix_slots(model.req_to_token, inputs["req_pool_indices"], inputs["seq_lens"], k)
-    lane_slots = inputs["out_cache_loc"].view(bs, k, -1)
-    positions = inputs["positions"].view(bs, k)
+    lane_slots = batch.out_cache_loc.view(bs, k, -1)
+    positions = batch.positions.view(bs, k)
     itself = torch.eye(k, dtype=torch.bool, device=tokens.device)
     itself = itself.expand(bs, k, k)
-
-    lane_tokens = tokens
-    lane_scores = scores
-    hidden = inputs["hidden_states"][:, None].expand(-1, k, -1)
-    parents = torch.arange(-1, k, device=tokens.device)
-    parents = parents.expand(bs, -1)
+    # At first the committed text is the only lane. Slots (bs, C) are what lanes read, seen what each sees.
+    parents = torch.full_like(tokens[:, :1], -1)
+    hidden = batch.hidden_states[:, None]
+    lens = batch.seq_lens[:, None]
+    slots = model.req_to_token[batch.req_pool_indices]
+    slots, seen = prefix_slots(slots, lens)
+    first = 0  # of the candidates of the last level
     for level in range(model.config.num_steps - 1):
-        if level > 0:
-            # The k best of the last k * k candidates take over the lanes, and see what their parents saw.
-            first = scores.shape[1] - k * k
-            lane_scores, best = scores[:, first:].topk(k)
-            lane_tokens = tokens[:, first:].gather(1, best)
-            parents = torch.cat((parents, first + best), dim=1)
-            lane = best[..., None] // k
-            hidden = hidden.take_along_dim(lane, dim=1)
-            seen = seen.take_along_dim(lane, dim=1)
+        # The k best of them take over the lanes, and see what their parents saw and themselves.
+        lane_scores, best = scores[:, first:].topk(k)
+        lane_tokens = tokens[:, first:].gather(1, best)
+        lanes = first + best
+        parents = torch.cat((parents, lanes), dim=1)
+        lane = best // k
+        lane = lane[..., None]
+        hidden = hidden.take_along_dim(lane, dim=1)
+        seen = seen.take_along_dim(lane, dim=1)
+        seen = torch.cat((seen, itself), dim=2)
         write_slots = lane_slots[..., level]
         slots = torch.cat((slots, write_slots), dim=1)
-        seen = torch.cat((seen, itself), dim=2)
         attention = PoolAttention(model.kv, write_slots, slots, seen)
         embedded = model.target.embed(lane_tokens)
-        hidden = model.head(embedded, hidden, positions + level, attention)
+        hidden = model.head(embedded, hidden, positions, attention)
         logits = model.target.lm_head(hidden)
         probabilities, children = first_level(logits, k)
-        path_scores = lane_scores[..., None] * probabilities
-        tokens = torch.cat((tokens, children.flatten(1)), dim=1)
-        scores = torch.cat((scores, path_scores.flatten(1)), dim=1)
+        lane_scores = lane_scores[..., None]
+        path_scores = lane_scores * probabilities
+        positions = positions + 1
+        first = tokens.shape[1]
+        children = children.flatten(1)
+        path_scores = path_scores.flatten(1)
+        tokens = torch.cat((tokens, children), dim=1)
+        scores = torch.cat((scores, path_scores), dim=1)
 
     # A stable sort: at equal scores the parent comes first, so that no chosen node lacks its parent.
     ranked = scores.argsort(dim=1, descending=True, stable=True)
-    best = ranked[:, : model.config.num_draft_tokens - 1]
+    budget = model.config.num_draft_tokens - 1  # the root is given
+    best = ranked[:, :budget]
     chosen, _ = best.sort()
-    return DraftOutput(parents, chosen, tokens.gather(1, chosen), scores)
+    tokens = tokens.gather(1, chosen)
+    return DraftOutput(parents, chosen, tokens, scores)
 
 
 class DraftExtendOutput(NamedTuple):
@@ -304,67 +274,50 @@ class DraftExtendOutput(NamedTuple):
 
 
 @torch.no_grad()
-def draft_extend_forward(model: DraftModel, inputs: dict[str, Tensor]) -> DraftExtendOutput:
+def draft_extend_forward(model: DraftModel, batch: DraftExtendBatch) -> DraftExtendOutput:
     """The head over w rows a request; row r sees the prefix (seq_lens - extend_seq_lens) and rows 0 to r.
 
-    The next draft starts from row i * w + accepted - 1 of request i. With the input `select_index` (bs,), the
+    The next draft starts from row i * w + accepted - 1 of request i. With `select_index` (bs,), the
     LM head computes these rows only, as in SGLang of October 2026; without it, all bs * w.
     """
     w = model.config.num_draft_tokens
-    lens = inputs["seq_lens"]
-    slots, _ = prefix_slots(model.req_to_token, inputs["req_pool_indices"], lens, w)
-    columns = torch.arange(slots.shape[1], device=slots.device)
-    prefix = lens - inputs["extend_seq_lens"]
-    last_seen = prefix[:, None] + columns[:w]
-    last_seen = last_seen.clamp(min=0)  # a request of padding is shorter than w; its rows see one column
-    mask = columns <= last_seen[..., None]
-    write_slots = inputs["out_cache_loc"].view(-1, w)
-    hidden = model.head(
-        model.target.embed(inputs["input_ids"].view(-1, w)),
-        inputs["hidden_states"].unflatten(0, (-1, w)),
-        inputs["positions"].view(-1, w),
-        PoolAttention(model.kv, write_slots, slots, mask),
-    )
+    prefix = batch.seq_lens - batch.extend_seq_lens
+    prefix = prefix[:, None]
+    rows = torch.arange(1, w + 1, device=prefix.device)
+    lens = prefix + rows
+    lens = lens.clamp(min=1)  # a request of padding is shorter than w; its rows see one column
+    slots = model.req_to_token[batch.req_pool_indices]
+    slots, mask = prefix_slots(slots, lens)
+    write_slots = batch.out_cache_loc.view(-1, w)
+    attention = PoolAttention(model.kv, write_slots, slots, mask)
+    positions = batch.positions.view(-1, w)
+    input_ids = batch.input_ids.view(-1, w)
+    embedded = model.target.embed(input_ids)
+    hidden = batch.hidden_states.view_as(embedded)
+    hidden = model.head(embedded, hidden, positions, attention)
     hidden = hidden.flatten(0, 1)
-    if "select_index" in inputs:
-        hidden = hidden[inputs["select_index"]]
+    if batch.select_index is not None:
+        hidden = hidden[batch.select_index]
     logits = model.target.lm_head(hidden)
     topk_p, topk_index = first_level(logits, model.config.topk)
     return DraftExtendOutput(logits, hidden, topk_p, topk_index)
 
 
-def load_trained(
-    config: EagleConfig,
-    device: Device = "cpu",
-    directory: Path = TRAINED,
-) -> tuple[TargetModel, EagleHead]:
-    """Target and head of data/models in the config's dtype.
+def load_trained(config: EagleConfig, device: Device = "cpu"):
+    """Target and head of data/models in the config's dtype. RuntimeError where its sizes are not theirs."""
+    # Here, since scripts/record.py does without it, on a GPU machine with little more than torch.
+    from safetensors.torch import load_file
 
-    Raises ValueError where the weights are not those of the checksum beside them, RuntimeError where the
-    config's sizes are not theirs.
-    """
-    from safetensors.torch import (
-        load,
-    )  # which scripts/record.py does without, on a GPU machine with only torch
-
-    path = directory / "tiny.safetensors"
-    data = path.read_bytes()
-    line = path.with_suffix(".sha256").read_text(encoding="ascii")
-    expected = line.split()[0]
-    found = hashlib.sha256(data).hexdigest()
-    if found != expected:
-        raise ValueError(
-            f"{path}: truncated or altered, expected SHA-256 {expected}, got {found} of {len(data)} bytes"
-        )
     target = TargetModel(config)
     head = EagleHead(config)
     models = nn.ModuleDict({"target": target, "head": head})
-    models.load_state_dict(load(data))
-    models.to(device, config.dtype).requires_grad_(False).eval()
+    models.load_state_dict(load_file(TRAINED / "tiny.safetensors"))
+    models.to(device, config.dtype)
+    models.requires_grad_(False)
     return target, head
 
 
 def load_prompts() -> list[list[int]]:
     """The held-out prompts of data/models: starts of lines, cut at ragged lengths, as bytes."""
-    lines = (TRAINED / "prompts.txt").read_bytes().splitlines()
-    return [list(b"\n" + line) for line in lines]
+    text = (TRAINED / "prompts.txt").read_bytes()
+    return [list(b"\n" + line) for line in text.splitlines()]

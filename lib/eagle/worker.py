@@ -7,9 +7,7 @@ values are in the pools; the last token of a text is not among them yet, it is t
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -18,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.types import Device
 
-from lib.eagle.fields import Batch, DraftBatch, DraftExtendBatch, EagleConfig, first_level
+from lib.eagle.fields import DraftBatch, DraftExtendBatch, EagleConfig, first_level
 from lib.eagle.model import (
     DraftModel,
     DraftOutput,
@@ -26,50 +24,9 @@ from lib.eagle.model import (
     PoolAttention,
     TargetModel,
     causal_attention,
-    kv_pool,
     prefix_slots,
 )
-from lib.eagle.runners import EagleDraftCudaGraphRunner, EagleDraftExtendCudaGraphRunner, GraphRunner
-
-
-class PoolExhausted(RuntimeError):
-    """Fewer slots are free than a call needs. Nothing was taken or written."""
-
-
-class SlotPool:
-    """Hands out the slots 1 to size - 1; slot 0 is reserved for padding."""
-
-    def __init__(self, size: int, what: str) -> None:
-        self.size = size
-        self.what = what
-        self.free_slots = list(range(size - 1, 0, -1))
-        self.used: set[int] = set()
-
-    def alloc(self, count: int) -> list[int]:
-        """Raises PoolExhausted and takes nothing where `count` slots are not free."""
-        free = len(self.free_slots)
-        if count > free:
-            raise PoolExhausted(f"{self.what}: {count} needed, {free} of {self.size - 1} free")
-        slots = [self.free_slots.pop() for _ in range(count)]
-        self.used.update(slots)
-        return slots
-
-    def free(self, slots: Sequence[int]) -> None:
-        """Raises ValueError and frees nothing where a slot is not in use or named twice."""
-        returned = set(slots)
-        wrong = returned - self.used
-        if wrong or len(returned) < len(slots):
-            raise ValueError(f"{self.what}: {sorted(wrong)} of {slots} are not in use, or freed twice")
-        self.used -= returned
-        self.free_slots += slots
-
-
-class DraftInput(NamedTuple):
-    """What a draft starts from, left by draft-extend or by the prefill; a row a request."""
-
-    topk_p: Tensor  # (bs, k) float32
-    topk_index: Tensor  # (bs, k)
-    hidden_states: Tensor  # (bs, H)
+from lib.eagle.runners import EagleDraftCudaGraphRunner, EagleDraftExtendCudaGraphRunner
 
 
 @dataclass(eq=False)
@@ -78,23 +35,18 @@ class Request:
 
     prompt: list[int]
     max_new_tokens: int
-    stop_token: int | None = None  # generation ends after this token
     output: list[int] = field(default_factory=list)
     accept_lengths: list[int] = field(default_factory=list)  # tokens gained by each step, bonus included
     req_pool_index: int = 0
     slots: list[int] = field(default_factory=list)  # of its committed tokens, in order
-    draft_input: DraftInput | None = None  # its row
+    draft_input: tuple[Tensor, ...] = ()  # its row of DRAFT_INPUT, left by draft-extend or by the prefill
 
     @property
     def finished(self) -> bool:
-        stopped = self.output[-1:] == [self.stop_token]
-        return stopped or len(self.output) >= self.max_new_tokens
+        return len(self.output) >= self.max_new_tokens
 
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Append tokens up to the stop token or the limit, whichever comes first."""
-        for token in tokens:
-            if not self.finished:
-                self.output.append(token)
+
+DRAFT_INPUT = ("hidden_states", "topk_p", "topk_index")  # what a draft starts from
 
 
 class Tree(NamedTuple):
@@ -116,23 +68,22 @@ def build_tree(root: Tensor, draft: DraftOutput, topk: int, num_steps: int) -> T
     mask = torch.eye(w, dtype=torch.bool, device=root.device)
     mask = mask.expand(bs, w, w)
     for _ in range(num_steps):
-        mask = mask | mask.take_along_dim(nodes[..., None], dim=1)
-    tokens = torch.cat((root[:, None], draft.draft_tokens), dim=1)
+        above = mask.take_along_dim(nodes[..., None], dim=1)
+        mask = mask | above
+    root = root[:, None]
+    tokens = torch.cat((root, draft.draft_tokens), dim=1)
     return Tree(tokens, nodes, mask)
 
 
 def accept_greedy(tree: Tree, predictions: Tensor) -> Tensor:
     """(bs, w) bool: nodes whose whole path is what the target predicts after each node, predictions (bs, w).
 
-    They form one path: of siblings that carry the same token only the first counts.
+    They form one path, since siblings carry different tokens: the best of one distribution.
     """
     agrees = tree.tokens == predictions.gather(1, tree.parents)
-    edges = (tree.parents << 32) + tree.tokens  # both in one number
-    twins = edges[:, None] == edges[..., None]
-    seconds = twins.tril(-1)[..., 1:].any(-1)
-    agrees &= ~seconds
     agrees[:, 0] = True  # the root
-    return (agrees[:, None] | ~tree.mask).all(-1)
+    whole = agrees[:, None] | ~tree.mask
+    return whole.all(-1)
 
 
 class EagleWorker:
@@ -146,6 +97,9 @@ class EagleWorker:
     `spans` holds (name, start, end) of the last step's parts in seconds on the host clock: "prefill" of each
     new request, "draft copy", "draft replay", "verify", "extend copy" and "extend replay". What they leave of
     the step is the loop itself. `tree` and `accepted` are what that step drafted, and which nodes it kept.
+
+    Slots 1 and up are handed out, 0 is for padding. Work is done in slots that still count as free, and they
+    are taken when all went well: after an error or an interrupt everything is as before the step.
     """
 
     def __init__(
@@ -159,50 +113,41 @@ class EagleWorker:
     ) -> None:
         self.config = config
         self.target = target
-        self.device = torch.device(device)
-        self.kv_slots = SlotPool(config.kv_slots, "KV slots")
-        self.req_slots = SlotPool(1 + config.max_batch_size, "request slots")
-        self.slots_per_step = max(config.topk * config.num_steps, config.num_draft_tokens)
-        self.target_kv = kv_pool(config, config.num_target_layers, device)
-        self.req_to_token = torch.zeros(
-            self.req_slots.size, config.max_context_len, dtype=torch.int64, device=device
-        )
-        draft_kv = kv_pool(config, 1, device)
-        self.draft_model = DraftModel(config, target, head, draft_kv, self.req_to_token)
-        shared = (config, strategy, device, self.draft_model)
+        self.device = device
+        self.free_slots = list(range(1, config.kv_slots))
+        requests = 1 + config.max_batch_size
+        self.free_requests = list(range(1, requests))
+        shape = (requests, config.max_context_len)
+        self.req_to_token = torch.zeros(shape, dtype=torch.int64, device=device)
+        self.target_kv = config.kv_pool(config.num_target_layers, device)
+        draft_kv = config.kv_pool(1, device)
+        self.model = DraftModel(config, target, head, draft_kv, self.req_to_token)
+        shared = (config, strategy, device, self.model)
         self.draft = EagleDraftCudaGraphRunner(*shared, **runner_options)
         self.extend = EagleDraftExtendCudaGraphRunner(*shared, **runner_options)
         self.draft.capture()
         self.extend.capture()
-        self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []
+        self.waiting = []
+        self.running = []
         self.spans = []
-        self.tree: Tree | None = None
-        self.accepted: Tensor | None = None
+        self.tree = None
+        self.accepted = None
 
-    def submit(self, prompt: Sequence[int], max_new_tokens: int, stop_token: int | None = None) -> Request:
+    def submit(self, prompt: Sequence[int], max_new_tokens: int) -> Request:
         """Queue a request; the next `step` with room takes it up.
 
-        Raises ValueError for an empty prompt, a token outside the vocabulary, no token wanted, or a request
-        that could never fit.
+        Raises ValueError for an empty prompt, a token outside the vocabulary, and for no new token or more
+        than fit behind the prompt.
         """
-        wanted = isinstance(max_new_tokens, int) and max_new_tokens >= 1
-        if not prompt or not wanted:
-            raise ValueError(
-                f"expected a prompt and max_new_tokens >= 1, got {len(prompt)}, {max_new_tokens}"
-            )
         vocab = range(self.config.vocab_size)
-        for token in prompt:
-            if not isinstance(token, int) or token not in vocab:
-                raise ValueError(f"prompt: expected tokens from 0 to {vocab[-1]}, got {token!r}")
-        length = len(prompt) + max_new_tokens
-        room = min(
-            self.config.max_context_len - self.config.num_draft_tokens,
-            self.config.kv_slots - 1 - self.slots_per_step,
-        )
-        if length > room:
-            raise ValueError(f"prompt and new tokens: expected at most {room} together, got {length}")
-        request = Request(list(prompt), max_new_tokens, stop_token)
+        known = all(token in vocab for token in prompt)
+        if not prompt or not known:
+            raise ValueError(f"prompt: expected tokens from 0 to {vocab[-1]}, got {prompt!r}")
+        longest = self.config.max_context_len - self.config.num_draft_tokens
+        room = longest - len(prompt)
+        if not 1 <= max_new_tokens <= room:
+            raise ValueError(f"max_new_tokens: expected 1 to {room}, got {max_new_tokens}")
+        request = Request(list(prompt), max_new_tokens)
         self.waiting.append(request)
         return request
 
@@ -213,221 +158,165 @@ class EagleWorker:
 
     @torch.no_grad()
     def step(self) -> list[Request]:
-        """Take up waiting requests, then draft, verify and draft-extend once; returns the finished requests.
-
-        Raises PoolExhausted where the running requests need more KV slots than are free; nothing is written.
-        After any other exception, e.g. a strategy's refusal, every slot is where it was.
-        """
+        """Take up waiting requests, then draft, verify and draft-extend once; returns the finished ones."""
         self.spans = []
-        self._admit()
+        while self.waiting and self.free_requests:
+            self._timed("prefill", self._prefill, self.waiting[0])
+            self.running.append(self.waiting.pop(0))
         finished = self._retire()
         if self.running:
-            slots = self.kv_slots.alloc(len(self.running) * self.slots_per_step)
-            try:
-                rows, draft_input = self._speculate(slots)
-                rows = rows.tolist()  # the step's one synchronization with the device
-            except BaseException:
-                self.kv_slots.free(slots)
-                raise
-            self._commit(slots, rows, draft_input)
+            self._speculate()
             finished += self._retire()
         return finished
 
-    def _tensor(self, values: list[int]) -> Tensor:
+    def _tensor(self, values):
         return torch.tensor(values, device=self.device)
 
-    @contextmanager
-    def _span(self, name: str) -> Iterator[None]:
+    def _timed(self, name, work, *args):
         start = time.perf_counter()
-        yield
+        done = work(*args)
         self.spans.append((name, start, time.perf_counter()))
+        return done
 
-    def _admit(self) -> None:
-        """Prefill waiting requests while there is room, and add them to the running batch."""
-        while self.waiting and len(self.running) < self.config.max_batch_size:
-            request = self.waiting[0]
-            for_steps = (len(self.running) + 1) * self.slots_per_step
-            needed = len(request.prompt) + for_steps
-            if needed > len(self.kv_slots.free_slots):
-                break
-            try:
-                with self._span("prefill"):
-                    self._prefill(request)
-            except BaseException:
-                self._release(request)
-                raise
-            self.running.append(self.waiting.popleft())
-
-    def _prefill(self, request: Request) -> None:
+    def _prefill(self, request):
         """Target, then head, over the whole prompt; the head reads tokens shifted by one."""
         length = len(request.prompt)
-        request.slots = self.kv_slots.alloc(length)
-        (request.req_pool_index,) = self.req_slots.alloc(1)
-        slots = self._tensor([request.slots])
-        self.req_to_token[request.req_pool_index, :length] = slots
+        taken = self.free_slots[:length]
+        slots = self._tensor([taken])
         tokens = self._tensor([request.prompt])
         positions = torch.arange(length, device=self.device)[None]
         mask = positions[..., None] >= positions
         attention = PoolAttention(self.target_kv, slots, slots, mask)
         features = self.target(tokens, positions, attention)
-        first = self.target.lm_head(features[:, -1:]).argmax(-1)
-        shifted = self.target.embed(torch.cat((tokens[:, 1:], first), dim=1))
-        attention = PoolAttention(self.draft_model.kv, slots, slots, mask)
-        hidden = self.draft_model.head(shifted, features, positions, attention)
+        last = features[:, -1:]
+        logits = self.target.lm_head(last)
+        first = logits.argmax(-1)
+        tokens = tokens[:, 1:]
+        tokens = torch.cat((tokens, first), dim=1)
+        embedded = self.target.embed(tokens)
+        attention = PoolAttention(self.model.kv, slots, slots, mask)
+        hidden = self.model.head(embedded, features, positions, attention)
         hidden = hidden[:, -1]
         logits = self.target.lm_head(hidden)
-        request.draft_input = DraftInput(*first_level(logits, self.config.topk), hidden)
+        topk_p, topk_index = first_level(logits, self.config.topk)
+        request.draft_input = (hidden, topk_p, topk_index)
         request.output = first[0].tolist()
+        request.slots = taken
+        request.req_pool_index = self.free_requests.pop(0)
+        self.req_to_token[request.req_pool_index, :length] = slots
+        del self.free_slots[:length]
 
-    def _speculate(self, slots: list[int]) -> tuple[Tensor, DraftInput]:
-        """Draft, verify and draft-extend with these slots; returns what `_extend` does."""
-        topk = self.config.topk
-        num_steps = self.config.num_steps
+    def _speculate(self):
+        """Draft, verify and draft-extend once; every request keeps its accepted path."""
+        config = self.config
+        facts = []
+        for request in self.running:
+            row = (request.req_pool_index, request.output[-1], len(request.slots))
+            facts.append(row)
+        requests, root, lens = map(torch.tensor, zip(*facts))
+        requests = requests.to(self.device)
+        root = root.to(self.device)
         # A request's branches, and after the draft its nodes, take the first of its slots.
-        step_slots = self._tensor(slots).view(len(self.running), -1)
-        node_slots = step_slots[:, : self.config.num_draft_tokens]
-        batch = self._draft_batch(step_slots[:, : topk * num_steps])
+        count = len(self.running) * config.slots_per_step
+        slots = self._tensor(self.free_slots[:count])
+        slots = slots.view(len(requests), -1)
+        rows = zip(*(request.draft_input for request in self.running))
+        start = dict(zip(DRAFT_INPUT, map(torch.cat, rows)))
+        batch = DraftBatch.of(config, requests, lens, slots, **start)
         out = self._replay("draft", self.draft, batch)
-        root = self._tensor([request.output[-1] for request in self.running])
-        self.tree = build_tree(root, out, topk, num_steps)
-        predictions, features = self._verify(batch, self.tree, node_slots)
+        self.tree = build_tree(root, out, config.topk, config.num_steps)
+        node_slots = slots[:, : config.num_draft_tokens]
+        predictions, features = self._timed("verify", self._verify, batch, node_slots)
         self.accepted = accept_greedy(self.tree, predictions)
-        return self._extend(batch, self.accepted, predictions, features, node_slots)
-
-    def _draft_batch(self, slots: Tensor) -> DraftBatch:
-        """The running requests, the keys and values of their branches in slots (bs, k * s)."""
-        lens_cpu = torch.tensor([len(request.slots) for request in self.running])
-        lens = lens_cpu.to(self.device)
-        inputs = zip(*(request.draft_input for request in self.running))
-        topk_p, topk_index, hidden_states = map(torch.cat, inputs)
-        return DraftBatch(
-            seq_lens=lens,
-            out_cache_loc=slots.flatten(),
-            positions=lens.repeat_interleave(self.config.topk),
-            req_pool_indices=self._tensor([request.req_pool_index for request in self.running]),
-            hidden_states=hidden_states,
-            seq_lens_cpu=lens_cpu,
-            topk_p=topk_p,
-            topk_index=topk_index,
+        # Accepted nodes first, in path order. Rejected ones follow, so that every row has a slot of its own.
+        rank = self.accepted.byte()
+        order = rank.argsort(dim=1, descending=True, stable=True)
+        tokens = predictions.gather(1, order)
+        node_slots = node_slots.gather(1, order)
+        by_row = order[..., None]
+        hidden = features.take_along_dim(by_row, dim=1)
+        counts = self.accepted.sum(1, dtype=torch.int32)
+        batch = DraftExtendBatch.of(
+            config,
+            requests,
+            lens,
+            node_slots,
+            counts,
+            input_ids=tokens.flatten(),
+            hidden_states=hidden.flatten(0, 1),
         )
+        positions = batch.positions.view_as(tokens)
+        requests = requests[:, None]
+        self.req_to_token[requests, positions] = node_slots
+        out = self._replay("extend", self.extend, batch)
+        last = batch.select_index
+        if len(out.logits) == len(last):  # the graph itself has picked the rows
+            last = torch.arange(len(last), device=self.device)
+        rows = []
+        for name in DRAFT_INPUT:
+            tensor = getattr(out, name)
+            rows.append(tensor[last].split(1))
+        draft_inputs = zip(*rows)
+        # The step's one synchronization with the device, then no more than lists.
+        kept = zip(counts.tolist(), tokens.tolist(), node_slots.tolist())
+        free = set(self.free_slots[:count])
+        for request, draft_input, (length, tokens, slots) in zip(self.running, draft_inputs, kept):
+            request.draft_input = draft_input
+            request.accept_lengths.append(length)
+            request.slots += slots[:length]
+            free.difference_update(request.slots)
+            text = request.output + tokens[:length]
+            request.output = text[: request.max_new_tokens]
+        self.free_slots[:count] = free
 
-    def _replay(self, name: str, runner: GraphRunner, batch: Batch) -> NamedTuple:
+    def _replay(self, name, runner, batch):
         if runner.placed:  # sources have to lie at fixed addresses; their producer is this loop
             batch = runner.place(batch)
-        with self._span(f"{name} copy"):
-            runner.copy_inputs(batch)
-        with self._span(f"{name} replay"):
-            return runner.replay_graph(batch.batch_size)
+        self._timed(f"{name} copy", runner.copy_inputs, batch)
+        return self._timed(f"{name} replay", runner.replay_graph, batch.batch_size)
 
-    def _verify(self, batch: DraftBatch, tree: Tree, node_slots: Tensor) -> tuple[Tensor, Tensor]:
+    def _verify(self, batch, node_slots):
         """Run the target over all nodes at once: predictions (bs, w) and features (bs, w, H)."""
-        table = self.req_to_token[:, : batch.seq_lens_cpu.max()]
-        w = node_slots.shape[1]
-        prefix, seen = prefix_slots(table, batch.req_pool_indices, batch.seq_lens, w)
-        attention = PoolAttention(
-            self.target_kv,
-            write_slots=node_slots,
-            read_slots=torch.cat((prefix, node_slots), dim=1),
-            mask=torch.cat((seen, tree.mask), dim=2),
-        )
-        positions = batch.seq_lens[:, None] + tree.mask.sum(-1) - 1
-        with self._span("verify"):
-            features = self.target(tree.tokens, positions, attention)
-            predictions = self.target.lm_head(features).argmax(-1)
-        return predictions, features
+        longest = batch.seq_lens_cpu.max()
+        prefix = self.req_to_token[batch.req_pool_indices, :longest]
+        lens = batch.seq_lens[:, None]
+        lens = lens.expand_as(node_slots)
+        prefix, seen = prefix_slots(prefix, lens)
+        read_slots = torch.cat((prefix, node_slots), dim=1)
+        mask = torch.cat((seen, self.tree.mask), dim=2)
+        attention = PoolAttention(self.target_kv, node_slots, read_slots, mask)
+        depths = self.tree.mask.sum(-1) - 1
+        positions = lens + depths
+        features = self.target(self.tree.tokens, positions, attention)
+        logits = self.target.lm_head(features)
+        return logits.argmax(-1), features
 
-    def _extend(
-        self,
-        drafted: DraftBatch,
-        accepted: Tensor,
-        predictions: Tensor,
-        features: Tensor,
-        node_slots: Tensor,
-    ) -> tuple[Tensor, DraftInput]:
-        """Refresh the head's cache over all w rows. Returns (bs, 1 + 2 * w): how many of a request's rows
-        count, its w tokens, their w slots; and what the next draft starts from."""
-        bs, w = accepted.shape
-        # Accepted nodes first, in path order. Rejected ones follow, so that every row has a slot of its own.
-        order = accepted.byte().argsort(dim=1, descending=True, stable=True)
-        tokens = predictions.gather(1, order)
-        slots = node_slots.gather(1, order)
-        hidden_states = features.take_along_dim(order[..., None], dim=1)
-        positions = drafted.seq_lens[:, None] + torch.arange(w, device=self.device)
-        self.req_to_token[drafted.req_pool_indices[:, None], positions] = slots
-        counts = accepted.sum(1, dtype=torch.int32)
-        last = torch.arange(-1, bs * w - 1, w, device=self.device) + counts
-        batch = DraftExtendBatch(
-            input_ids=tokens.flatten(),
-            seq_lens=drafted.seq_lens + w,
-            out_cache_loc=slots.flatten(),
-            positions=positions.flatten(),
-            req_pool_indices=drafted.req_pool_indices,
-            extend_seq_lens=torch.full_like(counts, w),
-            num_correct_drafts=counts - 1,
-            num_accept_tokens=counts,
-            hidden_states=hidden_states.flatten(0, 1),
-            seq_lens_cpu=drafted.seq_lens_cpu + w,
-            select_index=last,
-        )
-        out = self._replay("extend", self.extend, batch)
-        if "select_index" in self.extend.buffers.names:  # the graph itself has picked the rows
-            last = torch.arange(bs, device=self.device)
-        draft_input = DraftInput(
-            out.topk_p[last],
-            out.topk_index[last],
-            out.hidden_states[last],
-        )
-        rows = torch.cat((counts[:, None], tokens, slots), dim=1)
-        return rows, draft_input
-
-    def _commit(self, slots: list[int], rows: list[list[int]], draft_input: DraftInput) -> None:
-        """Keep the accepted path of every request, free the other slots of the step."""
-        rejected = set(slots)
-        draft_inputs = zip(*(field.split(1) for field in draft_input))
-        for request, row, own in zip(self.running, rows, draft_inputs, strict=True):
-            count = row.pop(0)
-            kept = row[self.config.num_draft_tokens :][:count]
-            rejected.difference_update(kept)
-            request.slots += kept
-            request.extend(row[:count])
-            request.accept_lengths.append(count)
-            request.draft_input = own
-        self.kv_slots.free(list(rejected))
-
-    def _retire(self) -> list[Request]:
+    def _retire(self):
         """Let finished requests leave the running batch."""
         finished = [request for request in self.running if request.finished]
-        self.running = [request for request in self.running if not request.finished]
         for request in finished:
-            self._release(request)
+            self.running.remove(request)
+            self.free_slots += request.slots
+            self.free_requests.append(request.req_pool_index)
+            request.slots = []
         return finished
-
-    def _release(self, request: Request) -> None:
-        self.kv_slots.free(request.slots)
-        request.slots = []
-        if request.req_pool_index:
-            self.req_slots.free([request.req_pool_index])
-        request.req_pool_index = 0
 
 
 @torch.no_grad()
-def greedy_decode(
-    target: TargetModel,
-    prompt: Sequence[int],
-    max_new_tokens: int,
-) -> tuple[list[int], list[float]]:
+def greedy_decode(target: TargetModel, prompt: Sequence[int], max_new_tokens: int):
     """Plain greedy decoding without any cache, the reference: new tokens, and by how much each leads.
 
     A lead within rounding means that another order of summing may choose the next best token instead.
     """
     device = target.embed.weight.device
-    text = torch.tensor([prompt], device=device)
+    text = list(prompt)
     leads = []
     for _ in range(max_new_tokens):
-        positions = torch.arange(text.shape[1], device=device)[None]
-        features = target(text, positions, causal_attention)
-        logits = target.lm_head(features[:, -1]).float()
-        best, second = logits.topk(2).values[0]
-        leads.append(best - second)
-        text = torch.cat((text, logits.argmax(-1, keepdim=True)), dim=1)
-    return text[0, len(prompt) :].tolist(), torch.stack(leads).tolist()
+        tokens = torch.tensor([text], device=device)
+        positions = torch.arange(len(text), device=device)
+        features = target(tokens, positions[None], causal_attention)
+        logits = target.lm_head(features[0, -1])
+        (best, second), (token, _) = logits.float().topk(2)
+        leads.append(float(best - second))
+        text.append(int(token))
+    return text[len(prompt) :], leads

@@ -138,8 +138,8 @@ class StepCopies:
         """The copies inside the draft and the draft-extend graph: no launches, but work of the device."""
         found = []
         for runner, batch in self.halves:
-            producer = runner.producers.get(runner.padded_batch_size(batch.batch_size))
-            found.append(launches(producer.inside) if producer else [])
+            producer = runner.producer(runner.padded_batch_size(batch.batch_size))
+            found.append(launches(producer.inside))
         return tuple(found)
 
     def fields(self) -> pd.DataFrame:
