@@ -3,57 +3,45 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
+from statistics import multimode
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from lib.copies import Call, grouped_dma
 from lib.launches import launches
 
+COPY = "copies(inputs, batch_size, captured)  # every step"
+PACK = "with packed.step() as host:  # every step; the graph reads packed.device"
+
 
 class Sighting(NamedTuple):
     """One destination of a call, on stand-ins, and where the code writes it.
 
-    buffer: the expression that holds its memory, of `shape`; "" for a new tensor, or where none was found.
-    origin: the source, or what the source was uploaded or converted from. place: tells destinations apart.
+    origin: its source, or what that was uploaded or converted from.
+    buffer: the expression for the tensor `whole`, of which it is a part; "" where none was found.
+    start, whole_start: the storage, and the element in it, at which either starts.
     """
 
     call: Call
     dst: Tensor
-    origin: Tensor | None
-    place: tuple
-    file: str
-    line: int
+    origin: Tensor
+    where: tuple[str, int]
     buffer: str
-    shape: torch.Size
-
-    @property
-    def memory(self) -> tuple:
-        """Tells buffers apart; the variable of a loop is one expression for many."""
-        storage, *_ = self.place
-        return self.buffer, storage
-
-    @property
-    def dim(self) -> int:
-        """The dimension along which the buffer is filled in part."""
-        for dim, (size, whole) in enumerate(zip(self.dst.shape, self.shape)):
-            if size != whole:
-                return dim
-        return 0
+    whole: Tensor
+    start: tuple
+    whole_start: tuple
 
     @property
     def rows(self) -> int:
-        return self.dst.shape[self.dim] if self.dst.dim() else 1
-
-    def part(self, extra: int) -> str:
-        """The index of what is used of the buffer: fewer columns, and not the first `extra` rows."""
-        used = []
-        for size, whole in zip(self.dst.shape, self.shape):
-            used.append(":" if size == whole else f":{size}")
-        used[self.dim : self.dim + 1] = [f"{extra}:" if extra else ":"]
-        return "" if set(used) == {":"} else f"[{', '.join(used)}]"
+        """How many whole rows of a buffer it fills from a source of equal shape; 0 if it does not."""
+        dst = self.dst
+        like_buffer = dst.is_contiguous() and dst.stride() == self.whole.stride()
+        if dst.dim() and like_buffer and dst.shape == self.origin.shape:
+            return len(dst)
+        return 0
 
 
 class Suggestion(NamedTuple):
@@ -64,90 +52,57 @@ class Suggestion(NamedTuple):
     lines: str
 
 
-def suggest(sightings: Sequence[Sighting]) -> Suggestion:
+def suggest(calls: Sequence[Call], sightings: Sequence[Sighting]) -> Suggestion:
     """Fields on the device go into one `ReplayCopies`, fields of the host into one `PackedInputs`.
 
-    Both take what fills the same buffers along as padding. What belongs to no field stays as it is.
+    What fills the same buffers goes along as padding; nan is a number that only the device knows. The rows a
+    request are a guess: a field's over those that most have. A comment names buffers that stay as they are,
+    written in parts, in columns, not from the start, or in rows that are no multiple of the others'.
     """
-    pads = {one.memory: one.call.value for one in sightings if one.call.op == "fill_"}
-    fields = {}
+    copied = defaultdict(list)
+    pads = {}
     for one in sightings:
-        if one.origin is not None and one.buffer:
-            fields[one.place] = one
-    device, host, pairs = {}, {}, []
-    for one in fields.values():
-        if one.origin.device != one.dst.device:
-            host.setdefault(one.memory, one)
+        if one.call.op == "fill_":
+            pads[one.buffer] = one.call.value
+        elif one.buffer and one.dst.is_meta:
+            copied[one.buffer].append(one)
+    rows = multimode(one.rows for parts in copied.values() for one in parts if one.rows)
+    requests = min(rows, default=1)
+    static, packed = {}, {}
+    pairs, others = [], []
+    replaced = set()
+    for buffer, parts in copied.items():
+        one = max(parts, key=lambda part: part.dst.numel())
+        starts = {part.start for part in parts}
+        on_host = not one.origin.is_meta
+        fits = on_host or (one.rows and one.rows % requests == 0)
+        if not fits or starts != {one.whole_start}:
+            others.append(buffer)
             continue
-        device.setdefault(one.memory, one)
+        replaced |= {buffer, id(one.origin)}
+        words = re.findall(r"\w+", buffer)
+        name = words[-1]
+        if name in static.keys() | packed:
+            name = "_".join(words)
+        pad = pads.get(buffer)
+        if on_host:
+            packed[name] = f"({tuple(one.whole.shape)}, {one.dst.dtype}, {pad})"
+            continue
+        static[name] = f"StaticInput({buffer}, rows={one.rows // requests}, pad={pad})"
         pairs.append((one.dst, one.origin))
-        if one.memory in pads:
-            padding = torch.empty_strided(
-                one.dst.shape,
-                one.dst.stride(),
-                dtype=one.dst.dtype,
-                device="meta",
-            )
-            pairs.append((padding, one.origin))
-    calls = {id(one.call): one.call for one in sightings}
-    before = launches(calls.values())
-    left = unrelated(sightings, fields.values())
-    after = launches(grouped_dma(pairs) + left)
-    lines = replay_copies(device.values(), pads) + packed_inputs(host.values(), pads)
-    return Suggestion(len(before), len(after) + bool(host), "\n".join(lines))
+        if buffer in pads:
+            pairs.append((one.dst.clone(), one.dst.clone()))
+    left = {id(one.call): one.call for one in sightings if (one.buffer or id(one.origin)) not in replaced}
+    after = launches([*grouped_dma(pairs), *left.values()])
+    lines = [f"# not in rows a request, stay as they are: {', '.join(others)}"] if others else []
+    lines += block("copies = ReplayCopies({", static, "})", COPY)
+    lines += block("packed = PackedInputs({", packed, "}, device)", PACK)
+    return Suggestion(len(launches(calls)), len(after) + bool(packed), "\n".join(lines))
 
 
-def unrelated(sightings: Sequence[Sighting], fields: Collection[Sighting]) -> list[Call]:
-    """Fills of buffers that nothing is copied into, and new tensors that are not copied on."""
-    buffers = {one.memory for one in fields}
-    origins = {id(one.origin) for one in fields}
-    calls = {}
-    for one in sightings:
-        spare_fill = one.call.op == "fill_" and one.memory not in buffers
-        spare_tensor = not one.buffer and id(one.origin) not in origins
-        if spare_fill or spare_tensor:
-            calls[id(one.call)] = one.call
-    return list(calls.values())
-
-
-def named(fields: Collection[Sighting]) -> dict[str, Sighting]:
-    """By the last word of the expression, and more of it where two end alike."""
-    names = {}
-    for one in fields:
-        *before, name = re.findall(r"\w+", one.buffer)
-        while name in names:
-            name = f"{before.pop()}_{name}" if before else f"{name}_{len(names)}"
-        names[name] = one
-    return names
-
-
-def replay_copies(fields: Collection[Sighting], pads: Mapping[tuple, float]) -> list[str]:
-    """The rows a request are a guess: those of a field over the fewest of any field."""
-    requests = max(min((one.rows for one in fields), default=1), 1)
-    lines = []
-    for name, one in named(fields).items():
-        rows, extra = divmod(one.rows, requests)
-        arguments = [
-            one.buffer + one.part(extra),
-            f"rows={rows}",
-            f"pad={pads.get(one.memory)}",
-        ]
-        if one.dim:
-            arguments.append(f"dim={one.dim}")
-        static = f"StaticInput({', '.join(arguments)})"
-        lines.append(f'    "{name}": {static},')
-    if not lines:
+def block(first: str, fields: dict[str, str], *last: str) -> list[str]:
+    """The lines of one call; none without fields."""
+    if not fields:
         return []
-    return ["copies = ReplayCopies({", *lines, "})", "copies(inputs, batch_size, captured)  # every step"]
-
-
-def packed_inputs(fields: Collection[Sighting], pads: Mapping[tuple, float]) -> list[str]:
-    lines = []
-    for name, one in named(fields).items():
-        pad = pads.get(one.memory)
-        shape = tuple(one.shape)
-        lines.append(f'    "{name}": ({shape}, {one.dst.dtype}, {pad}),')
-    if not lines:
-        return []
-    step = "with packed.step() as host:  # every step; the graph reads packed.device"
-    return ["packed = PackedInputs({", *lines, "}, device)", step]
+    entries = [f'    "{name}": {field},' for name, field in fields.items()]
+    return [first, *entries, *last]

@@ -6,249 +6,158 @@
     print(seen.suggest().lines)
 
 Seen is what this thread sends through PyTorch's dispatcher: `copy_`, `fill_`, `zero_`, `_foreach_copy_`,
-assignments to slices and elements, and `to()`, which uploads or converts into a new tensor. Not seen: kernels
-launched without PyTorch, writes through numpy, other operators that write (`cat`, `index_put_`, `out=`).
+assignments to slices and elements, and `to()`, which uploads or converts into a new tensor. Not seen: Triton
+kernels, writes through numpy, other operators (`cat`, `index_put_`, `out=`), sparse and nested tensors.
+Tensors on the CPU and on `meta` count as device memory; a CPU tensor copied to another device is the host's.
 
-The code computes what it computes without, 0.1 to 0.5 ms later a destination (on 2 CPU cores with torch 2.13;
-the first time, torch loads for 2 s). Kept are shapes and strides, and tensors uploaded from the host. Tensors
-on the CPU and on `meta` count as device memory; a CPU tensor copied to another device comes from the host.
+The code computes what it computes without, 1 to 2 ms later a destination (on 2 CPU cores). Kept are shapes
+and strides, and tensors uploaded from the host.
 """
 
 from __future__ import annotations
 
-import contextlib
 import linecache
-import os
 import sys
-import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
-from inspect import CO_OPTIMIZED
-from itertools import zip_longest
+from contextlib import suppress
+from dataclasses import astuple
+from operator import itemgetter
 from types import FrameType, ModuleType
 
 import pandas as pd
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
-from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from lib.checks import elements
-from lib.copies import Call
-from lib.launches import Launch, explain, launches
+from lib.copies import Call, place
+from lib.launches import Explanation, Launch, explain, launches
 from lib.suggest import Sighting, Suggestion, suggest
 
-LIBRARIES = (f"{torch.__path__[0]}{os.sep}", contextlib.__file__, __file__)
-REFERENCES = 3  # to a frame's variables that nobody else holds: the frame's, ours, getrefcount's
+COLUMNS = ["file", "line", "code", *Explanation.__annotations__]
+LIBRARIES = (torch.__path__[0], __file__)
 aten = torch.ops.aten
+NEW_TENSOR = {aten.to, aten._to_copy}  # in inference mode `to` comes whole
+WRITES = {aten.copy_, aten.fill_, aten.zero_, aten._foreach_copy_}
 
 
-@dataclass
-class Seen:
-    """What the code did, in order. The calls are on stand-ins: to count and to explain, not to run."""
+class Watch(TorchDispatchMode):
+    """What the code did, in order: `calls`, on stand-ins, to count and to explain, not to run."""
 
-    calls: list[Call] = field(default_factory=list)
-    sightings: list[Sighting] = field(default_factory=list)
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = []
+        self.sightings = []
+        self.origins = WeakTensorKeyDictionary()  # of what was uploaded or converted into a new tensor
+        self.outermost = caller()
 
     def launches(self) -> list[Launch]:
         """What CUDA is asked for. Raises where `_foreach_copy_` would on CUDA: NotImplementedError."""
         return launches(self.calls)
 
     def report(self) -> pd.DataFrame:
-        """A row for each line and destination: how often, bytes of one time, kind, why, what is better."""
-        rows = {}
-        names = [one.buffer for one in self.sightings]
-        for one, explained in zip(self.sightings, explain(self.calls, names)):
-            where = {
-                "file": one.file,
-                "line": one.line,
-                "code": linecache.getline(one.file, one.line).strip(),
-                "times": 0,
-            }
-            key = (one.file, one.line, one.place)
-            row = rows.setdefault(key, where | asdict(explained))
-            row["times"] += 1
-        return pd.DataFrame(rows.values())
+        """A row for each line and destination: kind, bytes, why, what is better, and how many times."""
+        rows = []
+        explanations = explain(self.calls, [one.buffer for one in self.sightings])
+        for one, explained in zip(self.sightings, explanations):
+            code = linecache.getline(*one.where).strip()
+            rows.append([*one.where, code, *astuple(explained)])
+        table = pd.DataFrame(rows, columns=COLUMNS)
+        return table.groupby(COLUMNS, sort=False).size().reset_index(name="times")
 
     def suggest(self) -> Suggestion:
         """What would be fewer launches, for the copies of one step."""
-        return suggest(self.sightings)
-
-
-class Recorder(TorchDispatchMode):
-    """Notes what PyTorch was asked to copy and to fill, once that is done."""
-
-    def __init__(self, seen: Seen, outermost: FrameType) -> None:
-        super().__init__()
-        self.seen = seen
-        self.outermost = outermost
-        self.made = {}  # by an upload or conversion: elements of the new tensor -> (it, weakly; its source)
+        return suggest(self.calls, self.sightings)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         operator = func.overloadpacket
-        if operator is aten.to:  # in inference mode it comes whole
-            with self:
-                return func.decompose(*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
-        if operator in READERS:
-            call = Call(*READERS[operator](result, *args))
-            if all(map(has_memory, (*call.dsts, *call.srcs))):
-                self.note(call, operator is aten._to_copy)
+        with suppress(RuntimeError):  # a tensor without strides or storage
+            if operator in WRITES:
+                self.note(written(operator, *args))
+            elif operator in NEW_TENSOR and result is not args[0]:
+                self.note(Call("copy_", [result], [args[0]]))
+                self.origins[result] = self.sightings[-1].origin
         return result
 
-    def note(self, call: Call, is_new: bool) -> None:
-        kept = Call(call.op, [], [], call.value)
-        self.seen.calls.append(kept)
+    def note(self, call: Call) -> None:
         frame = caller()
-        for dst, src in zip_longest(call.dsts, call.srcs):
-            like, origin = self.keep(kept, dst, src)
-            place = elements(dst)
-            buffer, shape = "", dst.shape
-            if is_new:
-                self.made[place] = weakref.ref(dst), origin
-            else:
-                buffer, shape = self.buffer(dst, frame)
-            sighting = Sighting(
-                kept,
-                like,
-                origin,
-                place,
-                frame.f_code.co_filename,
-                frame.f_lineno,
-                buffer,
-                shape,
-            )
-            self.seen.sightings.append(sighting)
+        where = frame.f_code.co_filename, frame.f_lineno
+        kept = Call(call.op, [], [], call.value)
+        noted = []
+        for dst, src in zip(call.dsts, call.srcs or call.dsts):
+            like = stand_in(dst, src)
+            like_src = like if place(src) == place(dst) else stand_in(src, dst)
+            kept.dsts.append(like)
+            if call.srcs:
+                kept.srcs.append(like_src)
+            buffer, whole = self.holder(dst, frame)
+            whole_like = stand_in(whole, whole)
+            origin = self.origins.get(src, like_src)
+            starts = place(dst)[:2], place(whole)[:2]
+            noted.append(Sighting(kept, like, origin, where, buffer, whole_like, *starts))
+        self.calls.append(kept)
+        self.sightings += noted
 
-    def keep(self, kept: Call, dst: Tensor, src: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Add stand-ins for a pair; return that of the destination, and the origin of the source."""
-        if src is None:
-            kept.dsts.append(stand_in(dst, dst.device))
-            return kept.dsts[-1], None
-        like = stand_in(dst, src.device)
-        like_src = like if elements(src) == elements(dst) else stand_in(src, dst.device)
-        kept.dsts.append(like)
-        kept.srcs.append(like_src)
-        made, origin = self.made.get(elements(src), (None, like_src))
-        if made is None or made() is None:
-            origin = like_src
-        return like, origin
-
-    def buffer(self, dst: Tensor, frame: FrameType | None) -> tuple[str, torch.Size]:
-        """The expression that holds the memory, an attribute or item rather than a name, and its shape."""
-        best = ""
-        shape = dst.shape
-        rank = (False, 0)
-        while frame is not None and not rank[0]:
-            for path, tensor in tensors_in(variables(frame)):
-                if not holds(tensor, dst):
-                    continue
-                found = (not path.isidentifier(), tensor.numel())
-                if found >= rank:
-                    best, shape, rank = path, tensor.shape, found
+    def holder(self, dst: Tensor, frame: FrameType | None) -> tuple[str, Tensor]:
+        """Expression and tensor of its memory: an attribute or item rather than a variable, the largest."""
+        best = (False, 0, "", dst)
+        while frame is not None:
+            for path, tensor in reversed([*tensors_in(frame.f_locals)]):  # first names first
+                if holds(tensor, dst):
+                    found = (not path.isidentifier(), tensor.numel(), path, tensor)
+                    best = max(found, best, key=itemgetter(0, 1))
             frame = None if frame is self.outermost else frame.f_back
-        return best, shape
+        _, _, path, tensor = best
+        return path, tensor
+
+
+watch = Watch  # with watch() as seen: errors of the code come through
 
 
 def caller() -> FrameType:
     """The innermost frame that is neither this file's nor torch's."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(LIBRARIES):
+    while frame.f_code.co_filename.startswith(LIBRARIES):
         frame = frame.f_back
     return frame
 
 
-def variables(frame: FrameType) -> dict:
-    """A copy; emptied is the dictionary in which Python before 3.13 would keep them alive with the frame."""
-    scope = frame.f_locals
-    found = dict(scope)
-    held_by_code = sys.getrefcount(scope) > REFERENCES  # what `locals()` gave it
-    if frame.f_code.co_flags & CO_OPTIMIZED and isinstance(scope, dict) and not held_by_code:
-        scope.clear()
-    return found
-
-
-def tensors_in(scope: Mapping, depth: int = 2) -> Iterator[tuple[str, Tensor]]:
-    """Tensors among variables, in dictionaries, and in attributes and those of these.
-
-    Objects are not asked for their class or attributes: a proxy would answer, or raise.
-    """
+def tensors_in(scope: Mapping, form: str = "{}{}", prefix: str = "", levels: int = 2) -> Iterator[tuple]:
+    """Expression and tensor: of variables, their items and attributes, and items and attributes of those."""
     for name, value in list(scope.items()):
-        kind = type(value)
+        path = form.format(prefix, name)
+        kind = type(value)  # a proxy would answer isinstance, or raise
         if issubclass(kind, Tensor):
-            yield name, value
-        elif issubclass(kind, dict):
-            for key, item in list(dict.items(value)):
-                if issubclass(type(item), Tensor):
-                    yield f"{name}[{key!r}]", item
-        elif depth and not issubclass(kind, ModuleType | type):
-            for path, item in tensors_in(attributes(value), depth - 1):
-                yield f"{name}.{path}", item
-
-
-def attributes(value: object) -> Mapping:
-    try:
-        return object.__getattribute__(value, "__dict__")
-    except AttributeError:
-        return {}
-
-
-def has_memory(t: Tensor) -> bool:
-    """Whether shape and strides say where it lies: not of a nested tensor, a lazy module, or under `vmap`."""
-    if t.layout != torch.strided or t.is_nested or t.is_quantized or is_lazy(t):
-        return False
-    return not is_functorch_wrapped_tensor(t)
+            yield path, value
+        elif levels and kind is dict:
+            yield from tensors_in(value, "{}[{!r}]", path, 0)
+        elif levels and kind.__dictoffset__ and not issubclass(kind, ModuleType):
+            yield from tensors_in(vars(value), "{}.{}", path, levels - 1)
 
 
 def holds(buffer: Tensor, view: Tensor) -> bool:
-    if not has_memory(buffer) or buffer.dtype != view.dtype:
+    if buffer.dtype != view.dtype or buffer.layout != view.layout:
         return False
-    same_storage = elements(buffer)[0] == elements(view)[0]
+    same_storage = buffer.untyped_storage()._cdata == view.untyped_storage()._cdata
     offset = view.storage_offset() - buffer.storage_offset()
-    return same_storage and 0 <= offset < max(buffer.numel(), 1)
+    return same_storage and 0 <= offset < buffer.numel()
 
 
-def stand_in(t: Tensor, partner: torch.device) -> Tensor:
+def stand_in(t: Tensor, partner: Tensor) -> Tensor:
     """A tensor laid out like this one, without memory; itself on the host with a partner elsewhere."""
-    if t.device.type == "cpu" and partner.type != "cpu":
+    if t.device.type == "cpu" and partner.device.type != "cpu":
         return t.detach()
-    like = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
-    if t.is_conj():
-        like = like.conj()
-    if t.is_neg():
-        like = torch._neg_view(like)
-    return like
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
 
 
-def read_copy(_, dst: Tensor, src: Tensor | float, *rest) -> tuple:
-    src = torch.as_tensor(src)
-    if src.is_meta and src.numel() > 1 and not any(src.stride()):
-        return "fill_", [dst], [], float("nan")  # on meta, a number is assigned like this
-    return "copy_", [dst], [src]
-
-
-def number(value: Tensor | float) -> float:
-    """Without waiting for a device."""
-    if not isinstance(value, Tensor):
-        return value
-    if value.device.type != "cpu":
-        return float("nan")
-    return value.item()
-
-
-READERS = {  # what an operator returned and its arguments -> the arguments of a Call
-    aten.copy_: read_copy,
-    aten.fill_: lambda _, dst, value: ("fill_", [dst], [], number(value)),
-    aten.zero_: lambda _, dst: ("fill_", [dst], [], 0),
-    aten._foreach_copy_: lambda _, dsts, srcs, *rest: ("foreach", dsts, srcs),
-    aten._to_copy: lambda made, src: ("copy_", [made], [src]),
-}
-
-
-@contextlib.contextmanager
-def watch() -> Iterator[Seen]:
-    """Records what the code in the block asks PyTorch to copy and to fill. Its errors come through."""
-    seen = Seen()
-    with Recorder(seen, caller()):
-        yield seen
+def written(operator, dst: Tensor, src: Tensor | float = 0, *rest) -> Call:
+    """The call that an operator was asked for. A number that lies on a device is nan."""
+    if operator is aten._foreach_copy_:
+        return Call("foreach", dst, src)
+    if isinstance(src, Tensor):
+        number_on_meta = src.is_meta and {*src.stride()} == {0}
+        if operator is aten.copy_ and not number_on_meta:
+            return Call("copy_", [dst], [src])
+        src = src.item() if src.device.type == "cpu" else float("nan")
+    return Call("fill_", [dst], value=src)

@@ -1,12 +1,10 @@
 """The engines of data/engines.csv: what they copy today, and with what is here."""
 
 import csv
-from dataclasses import replace
 
 import pytest
-import torch
 
-from lib.copies import ReplayCopies
+from lib.copies import CopyPlan
 from lib.engines import CSV, TABLE, engines, table
 from lib.launches import launches
 
@@ -35,35 +33,30 @@ def test_engines_launch_what_their_sources_say(name):
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_nothing_here_makes_more_launches_than_field_by_field(name):
-    engine = ENGINES[name]
     for n in (16, 13):
-        step = engine.step(n, 16)
-        staged = sum(field.way == "upload, copy_" for field in engine.fields.values())
-        counts = {way: len(launches(engine.calls(n, 16, route))) for way, route in TABLE.items()}
-        assert max(counts.values()) <= len(step.fills) + len(step.pairs) + staged
+        step = ENGINES[name].step(n, 16)
+        counts = {way: len(launches(ENGINES[name].calls(n, 16, route))) for way, route in TABLE.items()}
+        assert max(counts.values()) <= len(step.fills) + len(step.pairs)
         assert counts["fused"] <= counts["ReplayCopies"]
         assert counts["PackedInputs"] <= counts["ReplayCopies"]
 
 
 @pytest.mark.parametrize("name", ["sglang-draft-0.5.23", "mini-sglang", "LightLLM", "TGI"])
-def test_static_inputs_are_what_replay_copies_needs(name):
-    engine = ENGINES[name]
-    static_inputs = {}
-    for field, static in engine.static_inputs().items():
-        real = torch.empty_strided(static.buffer.shape, static.buffer.stride(), dtype=static.buffer.dtype)
-        static_inputs[field] = replace(static, buffer=real)
-    copies = ReplayCopies(static_inputs)
-    n = 16 if engine.comes_padded else 13
-    inputs = {field: static.between(0, n).clone() for field, static in copies.fields.items()}
-    made, counted = copies.calls(inputs, n, 16), engine.calls(13, 16, "copy_plan")
-    assert [launch.kind for launch in launches(made)] == [launch.kind for launch in launches(counted)]
+def test_a_plan_makes_the_calls_that_are_counted(name):
+    step = ENGINES[name].step(13, 16)
+    dsts, srcs = zip(*step.pairs)
+    plan = CopyPlan(dsts, [src.dtype for src in srcs], constants=step.pads)
+    kinds = [
+        [launch.kind for launch in launches(calls)]
+        for calls in (plan.calls(), ENGINES[name].calls(13, 16, "copy_plan"))
+    ]
+    assert sorted(kinds[0]) == sorted(kinds[1])
 
 
 @pytest.mark.parametrize("sizes", [(0, 4), (4, 3), (65, 65)])
 def test_batches_that_no_buffer_holds_are_refused(sizes):
-    for make in (ENGINES["nano-vllm"].calls, ENGINES["nano-vllm"].step):
-        with pytest.raises(ValueError, match=f"expected 1 to 64 requests, got {sizes[0]} of {sizes[1]}"):
-            make(*sizes)
+    with pytest.raises(ValueError, match=f"expected 1 to 64 requests, got {sizes[0]} of {sizes[1]}"):
+        ENGINES["nano-vllm"].calls(*sizes)
 
 
 def test_the_table_has_every_engine_by_kind():
