@@ -21,7 +21,6 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import astuple
-from operator import itemgetter
 from types import FrameType, ModuleType
 
 import pandas as pd
@@ -58,7 +57,8 @@ class Watch(TorchDispatchMode):
     def report(self) -> pd.DataFrame:
         """A row for each line and destination: kind, bytes, why, what is better, and how many times."""
         rows = []
-        explanations = explain(self.calls, [one.buffer for one in self.sightings])
+        names = [one.buffer for one in self.sightings]
+        explanations = explain(self.calls, names)
         for one, explained in zip(self.sightings, explanations):
             code = linecache.getline(*one.where).strip()
             rows.append([*one.where, code, *astuple(explained)])
@@ -72,7 +72,7 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         operator = func.overloadpacket
         result = func(*args, **(kwargs or {}))
-        with suppress(RuntimeError):  # a tensor without strides or storage
+        with suppress(Exception):  # the code goes on; not seen is a tensor without strides or storage
             if operator in WRITES:
                 self.note(written(operator, *args))
             elif operator in NEW_TENSOR and result is not args[0]:
@@ -86,30 +86,37 @@ class Watch(TorchDispatchMode):
         kept = Call(call.op, [], [], call.value)
         noted = []
         for dst, src in zip(call.dsts, call.srcs or call.dsts):
-            like = stand_in(dst, src)
-            like_src = like if place(src) == place(dst) else stand_in(src, dst)
+            like = like_src = stand_in(dst, src)
+            if place(src) != place(dst):
+                like_src = stand_in(src, dst)
             kept.dsts.append(like)
             if call.srcs:
                 kept.srcs.append(like_src)
             buffer, whole = self.holder(dst, frame)
             whole_like = stand_in(whole, whole)
             origin = self.origins.get(src, like_src)
-            starts = place(dst)[:2], place(whole)[:2]
-            noted.append(Sighting(kept, like, origin, where, buffer, whole_like, *starts))
+            start = place(dst)[:2]
+            whole_start = place(whole)[:2]
+            one = Sighting(kept, like, origin, where, buffer, whole_like, start, whole_start)
+            noted.append(one)
         self.calls.append(kept)
         self.sightings += noted
 
     def holder(self, dst: Tensor, frame: FrameType | None) -> tuple[str, Tensor]:
-        """Expression and tensor of its memory: an attribute or item rather than a variable, the largest."""
-        best = (False, 0, "", dst)
+        """Expression and tensor of its memory: an attribute or item rather than a variable, the largest;
+
+        of those the outermost frame's, to be pasted where `watch` stands.
+        """
+        found = []
         while frame is not None:
-            for path, tensor in reversed([*tensors_in(frame.f_locals)]):  # first names first
-                if holds(tensor, dst):
-                    found = (not path.isidentifier(), tensor.numel(), path, tensor)
-                    best = max(found, best, key=itemgetter(0, 1))
+            here = [one for one in tensors_in(frame.f_locals) if holds(one[1], dst)]
+            found = here + found
             frame = None if frame is self.outermost else frame.f_back
-        _, _, path, tensor = best
-        return path, tensor
+
+        def preference(one: tuple) -> tuple:
+            return not one[0].isidentifier(), one[1].numel()
+
+        return max(found, key=preference, default=("", dst))
 
 
 watch = Watch  # with watch() as seen: errors of the code come through
@@ -146,7 +153,7 @@ def holds(buffer: Tensor, view: Tensor) -> bool:
 
 def stand_in(t: Tensor, partner: Tensor) -> Tensor:
     """A tensor laid out like this one, without memory; itself on the host with a partner elsewhere."""
-    if t.device.type == "cpu" and partner.device.type != "cpu":
+    if "cpu" == t.device.type != partner.device.type:
         return t.detach()
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
 
@@ -159,5 +166,8 @@ def written(operator, dst: Tensor, src: Tensor | float = 0, *rest) -> Call:
         number_on_meta = src.is_meta and {*src.stride()} == {0}
         if operator is aten.copy_ and not number_on_meta:
             return Call("copy_", [dst], [src])
-        src = src.item() if src.device.type == "cpu" else float("nan")
+        if src.device.type == "cpu":
+            src = src.item()
+        else:
+            src = torch.nan
     return Call("fill_", [dst], value=src)
