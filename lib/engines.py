@@ -44,20 +44,27 @@ WAYS = {  # of the file
     "second kernel": lambda pairs: [fused_call(pairs)],
     "fill": lambda pairs: [],  # one of the step's fills
 }
-TABLE = {"today": "", "ReplayCopies": "copy_plan", "fused": "fused", "PackedInputs": "packed"}  # way -> route
+TABLE = {  # way -> route of `Engine.calls`
+    "today": "",
+    "ReplayCopies": "copy_plan",
+    "fused": "fused",
+    "PackedInputs": "packed",
+}
 
 
 def length(text: str, requests: int) -> int:
     """What the file writes as n*k, or n+1; no requests have no rows."""
     words = SIZES | {"n": requests, "n+1": requests and requests + 1}
-    return prod(int(words.get(word, word)) for word in text.split("*"))
+    factors = [words.get(word, word) for word in text.split("*")]
+    return prod(map(int, factors))
 
 
 def part(row: NamedTuple, first: int, end: int) -> Tensor:
     """The part of a field's buffer for requests `first` up to `end`."""
     room, index = [], []
     for text in row.shape.split(", "):
-        start, stop = length(text, first), length(text, end)
+        start = length(text, first)
+        stop = length(text, end)
         room.append(length(text.replace("used", "blocks"), MAX_BATCH_SIZE))
         index.append(slice(start if start < stop else 0, stop))
     buffer = torch.empty(room, dtype=getattr(torch, row.dtype), device="meta")
@@ -77,9 +84,11 @@ class Engine(NamedTuple):
         for row in self.rows:
             requests = captured if row.pad_writes == "batch" else batch_size
             padded = requests < captured
-            dst, rest = part(row, 0, requests), part(row, requests, captured)
+            dst = part(row, 0, requests)
+            rest = part(row, requests, captured)
             device = "cpu" if row.way == "upload" else "meta"
-            src = torch.empty(dst.shape, dtype=getattr(torch, row.source_dtype), device=device)
+            dtype = getattr(torch, row.source_dtype)
+            src = torch.empty(dst.shape, dtype=dtype, device=device)
             fields = step.large if dst.nbytes >= DEFAULT_DMA_BYTES else step.small
             fields[row.field] = dst, src
             when, _, what = row.pad_writes.partition(", ")
@@ -87,7 +96,7 @@ class Engine(NamedTuple):
                 filled = rest if what == "tail" else dst._base
                 step.fills.append((filled, int(row.pad)))
             if row.pad and padded and row.way != "upload":
-                constant = torch.full_like(rest, int(row.pad), dtype=src.dtype)
+                constant = torch.full_like(rest, int(row.pad), dtype=dtype)
                 step.pads.append((rest, constant))
         return step
 
@@ -99,11 +108,15 @@ class Engine(NamedTuple):
         for row in self.rows:
             ways[row.way].append(pairs[row.field])
         if not route:
-            return fills(step) + [call for way in ways for call in WAYS[way](ways[way])]
+            made = fills(step)
+            for way, those in ways.items():
+                made += WAYS[way](those)
+            return made
         uploads = ways.pop("upload", [])
         if route in ROUTES:
             return copies(uploads) + ROUTES[route](sum(ways.values(), step.pads))
-        block = torch.empty(sum(dst._base.nbytes for dst, _ in uploads), dtype=torch.uint8)
+        size = sum(dst._base.nbytes for dst, _ in uploads)
+        block = torch.empty(size, dtype=torch.uint8)
         others = Engine([row for row in self.rows if "upload" not in row.way])
         return copies([(block.to("meta"), block)]) + others.calls(batch_size, captured, "copy_plan")
 
@@ -112,7 +125,8 @@ def engines() -> dict[str, Engine]:
     """Name -> engine, for all of the file that copy the same fields every step."""
     file = pd.read_csv(CSV, dtype=str, keep_default_na=False)
     counted = file[file["when"].str.startswith("always")]
-    return {name: Engine([*rows.itertuples()]) for name, rows in counted.groupby("engine", sort=False)}
+    by_engine = counted.groupby("engine", sort=False)
+    return {name: Engine([*rows.itertuples()]) for name, rows in by_engine}
 
 
 def table(batch_size: int = 13, captured: int = 16) -> pd.DataFrame:
@@ -120,6 +134,7 @@ def table(batch_size: int = 13, captured: int = 16) -> pd.DataFrame:
     rows = []
     for (name, engine), requests, way in product(engines().items(), (captured, batch_size), TABLE):
         made = launches(engine.calls(requests, captured, TABLE[way]))
-        row = {"engine": name, "way": way, "padded": requests < captured, "launches": len(made)}
-        rows.append(row | Counter(launch.kind for launch in made))
+        kinds = Counter(launch.kind for launch in made)
+        row = {"engine": name, "way": way, "padded": requests < captured}
+        rows.append(row | {"launches": len(made)} | kinds)
     return pd.DataFrame(rows).fillna(0)

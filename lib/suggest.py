@@ -20,9 +20,8 @@ PACK = "with packed.step() as host:  # every step; the graph reads packed.device
 class Sighting(NamedTuple):
     """One destination of a call, on stand-ins, and where the code writes it.
 
-    origin: its source, or what that was uploaded or converted from.
-    buffer: the expression for the tensor `whole`, of which it is a part; "" where none was found.
-    start, whole_start: the storage, and the element in it, at which either starts.
+    origin: its source, or what that was uploaded or converted from. buffer: the expression for the tensor
+    `whole`, of which it is a part, or "". start, whole_start: storage and element at which either starts.
     """
 
     call: Call
@@ -55,9 +54,9 @@ class Suggestion(NamedTuple):
 def suggest(calls: Sequence[Call], sightings: Sequence[Sighting]) -> Suggestion:
     """Fields on the device go into one `ReplayCopies`, fields of the host into one `PackedInputs`.
 
-    What fills the same buffers goes along as padding; nan is a number that only the device knows. The rows a
-    request are a guess: a field's over those that most have. A comment names buffers that stay as they are,
-    written in parts, in columns, not from the start, or in rows that are no multiple of the others'.
+    What fills the same buffers goes along as padding. The rows a request are a guess: a field's over those
+    that most have. A comment names buffers that stay as they are: written in parts, in columns, not from the
+    start, or in rows that are no multiple of the others'.
     """
     copied = defaultdict(list)
     pads = {}
@@ -66,8 +65,8 @@ def suggest(calls: Sequence[Call], sightings: Sequence[Sighting]) -> Suggestion:
             pads[one.buffer] = one.call.value
         elif one.buffer and one.dst.is_meta:
             copied[one.buffer].append(one)
-    rows = multimode(one.rows for parts in copied.values() for one in parts if one.rows)
-    requests = min(rows, default=1)
+    rows = [one.rows for parts in copied.values() for one in parts if one.rows]
+    requests = min(multimode(rows), default=1)
     static, packed = {}, {}
     pairs, others = [], []
     replaced = set()
@@ -92,7 +91,10 @@ def suggest(calls: Sequence[Call], sightings: Sequence[Sighting]) -> Suggestion:
         pairs.append((one.dst, one.origin))
         if buffer in pads:
             pairs.append((one.dst.clone(), one.dst.clone()))
-    left = {id(one.call): one.call for one in sightings if (one.buffer or id(one.origin)) not in replaced}
+    left = {}
+    for one in sightings:
+        if (one.buffer or id(one.origin)) not in replaced:
+            left[id(one.call)] = one.call
     after = launches([*grouped_dma(pairs), *left.values()])
     lines = [f"# not in rows a request, stay as they are: {', '.join(others)}"] if others else []
     lines += block("copies = ReplayCopies({", static, "})", COPY)
@@ -101,7 +103,6 @@ def suggest(calls: Sequence[Call], sightings: Sequence[Sighting]) -> Suggestion:
 
 
 def block(first: str, fields: dict[str, str], *last: str) -> list[str]:
-    """The lines of one call; none without fields."""
     if not fields:
         return []
     entries = [f'    "{name}": {field},' for name, field in fields.items()]

@@ -7,11 +7,11 @@
 
 Seen is what this thread sends through PyTorch's dispatcher: `copy_`, `fill_`, `zero_`, `_foreach_copy_`,
 assignments to slices and elements, and `to()`, which uploads or converts into a new tensor. Not seen: Triton
-kernels, writes through numpy, other operators (`cat`, `index_put_`, `out=`), sparse and nested tensors.
-Tensors on the CPU and on `meta` count as device memory; a CPU tensor copied to another device is the host's.
+kernels, numpy, other operators (`cat`, `index_put_`, `out=`), sparse and nested tensors. Tensors on the CPU
+and on `meta` count as device memory; a CPU tensor copied to another device is the host's.
 
-The code computes what it computes without, 1 to 2 ms later a destination (on 2 CPU cores). Kept are shapes
-and strides, and tensors uploaded from the host.
+The code computes what it computes without, 1 to 2 ms later a destination (on 2 CPU cores). Kept are shapes,
+strides, and host sources; before Python 3.13, what a function deletes may live until it returns.
 """
 
 from __future__ import annotations
@@ -58,12 +58,14 @@ class Watch(TorchDispatchMode):
         """A row for each line and destination: kind, bytes, why, what is better, and how many times."""
         rows = []
         names = [one.buffer for one in self.sightings]
-        explanations = explain(self.calls, names)
-        for one, explained in zip(self.sightings, explanations):
+        for one, explained in zip(self.sightings, explain(self.calls, names)):
             code = linecache.getline(*one.where).strip()
-            rows.append([*one.where, code, *astuple(explained)])
+            row = [*one.where, code]
+            row += astuple(explained)
+            rows.append(row)
         table = pd.DataFrame(rows, columns=COLUMNS)
-        return table.groupby(COLUMNS, sort=False).size().reset_index(name="times")
+        times = table.groupby(COLUMNS, sort=False).size()
+        return times.reset_index(name="times")
 
     def suggest(self) -> Suggestion:
         """What would be fewer launches, for the copies of one step."""
@@ -71,7 +73,8 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         operator = func.overloadpacket
-        result = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
         with suppress(Exception):  # the code goes on; not seen is a tensor without strides or storage
             if operator in WRITES:
                 self.note(written(operator, *args))
@@ -82,13 +85,14 @@ class Watch(TorchDispatchMode):
 
     def note(self, call: Call) -> None:
         frame = caller()
-        where = frame.f_code.co_filename, frame.f_lineno
+        file = frame.f_code.co_filename
+        where = (file, frame.f_lineno)
         kept = Call(call.op, [], [], call.value)
         noted = []
-        for dst, src in zip(call.dsts, call.srcs or call.dsts):
-            like = like_src = stand_in(dst, src)
-            if place(src) != place(dst):
-                like_src = stand_in(src, dst)
+        srcs = call.srcs or call.dsts  # a fill has none
+        for dst, src in zip(call.dsts, srcs):
+            like = stand_in(dst, src)
+            like_src = stand_in(src, dst)
             kept.dsts.append(like)
             if call.srcs:
                 kept.srcs.append(like_src)
@@ -103,20 +107,13 @@ class Watch(TorchDispatchMode):
         self.sightings += noted
 
     def holder(self, dst: Tensor, frame: FrameType | None) -> tuple[str, Tensor]:
-        """Expression and tensor of its memory: an attribute or item rather than a variable, the largest;
-
-        of those the outermost frame's, to be pasted where `watch` stands.
-        """
+        """Expression and tensor of its memory: an attribute or item before a variable, then the largest."""
         found = []
         while frame is not None:
-            here = [one for one in tensors_in(frame.f_locals) if holds(one[1], dst)]
-            found = here + found
+            here = tensors_in(frame.f_locals, dst)
+            found = [*here, *found]  # first what is valid where `watch` stands
             frame = None if frame is self.outermost else frame.f_back
-
-        def preference(one: tuple) -> tuple:
-            return not one[0].isidentifier(), one[1].numel()
-
-        return max(found, key=preference, default=("", dst))
+        return max(found, key=lambda one: (not one[0].isidentifier(), one[1].numel()), default=("", dst))
 
 
 watch = Watch  # with watch() as seen: errors of the code come through
@@ -130,17 +127,18 @@ def caller() -> FrameType:
     return frame
 
 
-def tensors_in(scope: Mapping, form: str = "{}{}", prefix: str = "", levels: int = 2) -> Iterator[tuple]:
-    """Expression and tensor: of variables, their items and attributes, and items and attributes of those."""
+def tensors_in(scope: Mapping, part: Tensor, form="{}{}", prefix="", levels=2) -> Iterator[tuple]:
+    """Expression and tensor of a part's memory, among variables and two levels of attributes and items."""
     for name, value in list(scope.items()):
         path = form.format(prefix, name)
         kind = type(value)  # a proxy would answer isinstance, or raise
         if issubclass(kind, Tensor):
-            yield path, value
+            if holds(value, part):
+                yield path, value
         elif levels and kind is dict:
-            yield from tensors_in(value, "{}[{!r}]", path, 0)
+            yield from tensors_in(value, part, "{}[{!r}]", path, 0)
         elif levels and kind.__dictoffset__ and not issubclass(kind, ModuleType):
-            yield from tensors_in(vars(value), "{}.{}", path, levels - 1)
+            yield from tensors_in(vars(value), part, "{}.{}", path, levels - 1)
 
 
 def holds(buffer: Tensor, view: Tensor) -> bool:
@@ -159,15 +157,12 @@ def stand_in(t: Tensor, partner: Tensor) -> Tensor:
 
 
 def written(operator, dst: Tensor, src: Tensor | float = 0, *rest) -> Call:
-    """The call that an operator was asked for. A number that lies on a device is nan."""
+    """The call that an operator was asked for."""
     if operator is aten._foreach_copy_:
         return Call("foreach", dst, src)
-    if isinstance(src, Tensor):
-        number_on_meta = src.is_meta and {*src.stride()} == {0}
-        if operator is aten.copy_ and not number_on_meta:
-            return Call("copy_", [dst], [src])
-        if src.device.type == "cpu":
-            src = src.item()
-        else:
-            src = torch.nan
-    return Call("fill_", [dst], value=src)
+    is_number = operator is not aten.copy_ or not isinstance(src, Tensor)
+    if not is_number and src.is_meta:  # there, a number is assigned by an expanded tensor
+        is_number = {*src.stride()} == {0}
+    if is_number:
+        return Call("fill_", [dst], value=src)
+    return Call("copy_", [dst], [src])
