@@ -1,9 +1,9 @@
 """What other engines copy before a replay (`data/engines.csv`): their calls today, and with what is here.
 
 A row is a field: its dtype and its source's, its shape for n requests in words of SIZES, its padding and when
-that is filled (pad, pad_writes), the way it gets there, whose memory it shares (same_as), when it comes
-("always" is counted), where that is to be read (place) and where we did (checked). Tensors lie on `meta`,
-sources of the host on the CPU.
+that is filled (pad, pad_writes), the way it gets there, whose memory it shares (same_as; it is copied again),
+when it comes ("always" is counted), where that is to be read (place) and where we did (checked). Tensors lie
+on `meta`, sources of the host on the CPU.
 """
 
 from __future__ import annotations
