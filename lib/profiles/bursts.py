@@ -164,7 +164,8 @@ def of_range(trace: pd.DataFrame, text: str) -> pd.DataFrame:
     ranges = trace[trace.kind.isin(("annotation", "host_op", "python"))]
     found = ranges[ranges.name.astype(str).str.contains(text, regex=False)]
     if found.empty:
-        known = list(ranges.name[ranges.kind == "annotation"].unique()[:20])
+        named = ranges.name[ranges.kind == "annotation"]
+        known = list(named.unique()[:20])
         raise ValueError(f"text: expected part of a range's name, such as {known}, got {text!r}")
     first = found.iloc[0]
     inside = trace.query("track == @first.track and start_us >= @first.start_us")
@@ -199,8 +200,9 @@ def findings(trace: pd.DataFrame, bursts: pd.DataFrame, device: str = "") -> lis
     told = []
     for regime, some in bursts.groupby("regime"):
         counts = dict.fromkeys((some.n_copies.min(), some.n_copies.max()))
-        many = f"{regime}: {len(some)} of {len(bursts)} bursts, of {' to '.join(map(str, counts))} copies"
-        told.append(f"{many}: {REGIMES[regime]}")
+        counts = " to ".join(map(str, counts))
+        many = f"{len(some)} of {len(bursts)} bursts"
+        told.append(f"{regime}: {many}, of {counts} copies: {REGIMES[regime]}")
     copies = work.query("kind in @COPIES and leads")
     lead_us = copies.eval("start_us - call_start_us - call_us").median()
     if lead_us > 0:
@@ -259,8 +261,8 @@ def _released(device: pd.DataFrame) -> pd.Series:
 
 def _calls(copies: pd.DataFrame, trace: pd.DataFrame) -> pd.DataFrame:
     """The host calls behind these copies by correlation, with the operators around them (see ENDINGS)."""
-    calls = trace[(trace.kind == "runtime") & trace.correlation.isin(set(copies.correlation) - {-1})]
-    calls = calls.drop_duplicates("correlation")
+    calls = trace[(trace.kind == "runtime") & (trace.correlation != -1)]
+    calls = calls[calls.correlation.isin(copies.correlation)].drop_duplicates("correlation")
     ops = trace[trace.kind.isin(("host_op", "annotation")) & trace.track.isin(set(calls.track))]
     texts = dict.fromkeys(("name", "kind", "track", "inputs"), object)
     host = pd.concat([ops, calls]).eval("end_us = start_us + dur_us").astype(texts)

@@ -56,7 +56,6 @@ class DeviceProfile:
     """What the model knows of a device and its host; as JSON in data/devices/.
 
     figures: each of FIGURES.
-    unknown: the figures that the trace could not tell, each of which is an assumption with its range.
     error: regime ("host-bound", "queued", "blocked") -> median absolute relative error of burst spans, each
         predicted by a profile fitted without it (see `validate`); a regime that the trace lacks is missing.
     """
@@ -66,20 +65,26 @@ class DeviceProfile:
     source: str
     date: str
     figures: dict[str, Figure]
-    unknown: tuple[str, ...] = ()
     error: dict[str, Annotated[float, msgspec.Meta(ge=0)]] | None = None
 
     def __getitem__(self, figure: str) -> float:
         return self.figures[figure].value
 
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """The figures that the trace could not tell, each of which is an assumption with its range."""
+        return tuple(name for name, figure in self.figures.items() if figure.source.startswith("assumed"))
+
     def at(self, end: str) -> DeviceProfile:
         """At one of ENDS of every figure but the runtime calls inside operators."""
         figures = dict(self.figures)
         for name in figures.keys() - {"host_memcpy_us", "host_launch_us"}:
-            ends = [figures[name].low, figures[name].value, figures[name].high]
-            place = ENDS.index(end)
-            value = ends[-1 - place] if name.endswith("gb_per_s") else ends[place]
-            figures[name] = replace(figures[name], value=value)
+            figure = figures[name]
+            ends = (figure.low, figure.value, figure.high)
+            if name.endswith("gb_per_s"):
+                ends = ends[::-1]
+            value = ends[ENDS.index(end)]
+            figures[name] = replace(figure, value=value)
         return replace(self, figures=figures)
 
     def label(self) -> str:
@@ -116,8 +121,7 @@ class DeviceProfile:
             profile = msgspec.json.decode(path.read_bytes(), type=cls)
         except (msgspec.DecodeError, RecursionError) as error:
             raise ValueError(f"{path}: not a device profile: {error}") from error
-        unknown = [name for name in FIGURES if name in profile.unknown or name not in profile.figures]
-        return replace(profile, figures=_assumed(profile.figures), unknown=tuple(unknown))
+        return replace(profile, figures=_assumed(profile.figures))
 
 
 def _assumed(found: dict[str, Figure]) -> dict[str, Figure]:
@@ -149,7 +153,7 @@ def fit_profile(
         ValueError: no device-to-device memcpy of known size.
     """
     traces = [traces] if isinstance(traces, pd.DataFrame) else traces
-    sources = [trace.attrs.get("source", "trace") for trace in traces]
+    sources = [trace.attrs["source"] for trace in traces]
     about = traces[0].attrs
     device = pd.concat([_device_side(trace, without) for trace in traces], ignore_index=True)
     if device.query("kind == 'memcpy'").bytes.isna().all():
@@ -162,16 +166,15 @@ def fit_profile(
         some = device.query(row["where"], local_dict=names, engine="python")
         values = some.eval(row["value"], local_dict=names, engine="python").dropna()
         if len(values):
-            low, middle, high = row["percentiles"].split()
-            value = values.mean() if middle == "mean" else np.percentile(values, float(middle))
-            low, high = np.percentile(values, [float(low), float(high)])
+            ends = []
+            for end in row["percentiles"].split():
+                ends.append(values.mean() if end == "mean" else np.percentile(values, float(end)))
             what = f"fitted: {row['value']} where {row['where']}, n={len(values)}"
-            found[figure] = Figure.of(low, value, high, what)
+            found[figure] = Figure.of(*ends, what)
     source = source or ", ".join(sources)
-    if about.get("resolution_us") == 1.0:
+    if about["resolution_us"] == 1:
         source += "; times in whole us"
-    unknown = tuple(figure for figure in FIGURES if figure not in found)
-    profile = DeviceProfile(name, about.get("device", ""), source, date, _assumed(found), unknown)
+    profile = DeviceProfile(name, about["device"], source, date, _assumed(found))
     if without is not None:
         return profile
     checked = pd.concat([validate(trace) for trace in traces]).dropna()
@@ -189,7 +192,9 @@ def _device_side(trace: pd.DataFrame, without: pd.Index | None) -> pd.DataFrame:
     device = burst_copies(trace, min_copies=1, kinds=DEVICE_KINDS)
     device = device.astype({"name": str, "call": str, "op": str, "foreach_inputs": str})
     device["fused"] = device.name.map(is_foreach).astype(bool)
-    device["hidden"] = device.index.isin([] if without is None else without)
+    device["hidden"] = False
+    if without is not None:
+        device["hidden"] = device.index.isin(without)
     before = device.groupby("track").shift()  # noqa: F841, named below
     device["foreach_tensors"] = device.foreach_inputs.str.extract(r"^(\d+) ", expand=False).astype(float)
     device["smallest"] = device.query("kind == 'memcpy'").bytes.min()

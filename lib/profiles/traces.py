@@ -29,16 +29,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 import pandas as pd
 
 from lib.kinds import KINDS as LAUNCH_KINDS
-
-if TYPE_CHECKING:
-    import torch
 
 # An operator such as aten::copy_, a CUDA call, a range that the user named, a Python function (on request).
 HOST_KINDS = ("host_op", "runtime", "annotation", "python")
@@ -181,13 +178,11 @@ def load_trace(path: str | os.PathLike, python: bool = False) -> pd.DataFrame:
         python: read the frames of Python functions, too (`with_stack=True`).
 
     Raises:
-        FileNotFoundError: no such file.
+        OSError: no such file, or a folder.
         ValueError: with the file and what is wrong: empty, damaged gzip, invalid JSON and where, no
             `traceEvents`, an SQLite file that nsys did not export, not a single event that could be read.
     """
     path = Path(path)
-    if path.is_dir():
-        raise ValueError(f"{path}: a folder, read one trace in it")
     if path.suffix in ADVICE:
         raise ValueError(f"{path}: not read as it is, {ADVICE[path.suffix]}")
     try:
@@ -204,8 +199,8 @@ def load_trace(path: str | os.PathLike, python: bool = False) -> pd.DataFrame:
         raise ValueError(f"{path}: {error}") from error
 
 
-def from_profiler(prof: torch.profiler.profile) -> pd.DataFrame:
-    """The table of a finished profiler run (host events only on a machine without a GPU).
+def from_profiler(prof: Any) -> pd.DataFrame:
+    """The table of a finished run of torch.profiler.profile (host events only on a machine without a GPU).
 
     PyTorch lets a run be exported once: export it afterwards with `to_chrome_trace`.
     """
@@ -245,8 +240,8 @@ def to_chrome_trace(table: pd.DataFrame, path: str | os.PathLike) -> None:
     categories = {kind: category for category, kind in CATEGORIES.items()} | {"copy_kernel": "kernel"}
     events["cat"] = [categories.get(kind, "memcpy") for kind in table.kind]
     events["ts"], events["dur"] = table.start_us.round(3), table.dur_us.round(3)
-    args = table[["track", "inputs", "stream", "correlation"]]
-    args = args.assign(bytes=table.bytes.fillna(-1).astype(int))
+    args = table[["track", "inputs", "stream", "correlation"]].copy()
+    args["bytes"] = table.bytes.fillna(-1).astype(int)
     events["args"] = args.to_dict("records")
     names = [
         {"ph": "M", "name": "process_name", "pid": n, "args": {"name": track}}
@@ -285,7 +280,8 @@ def _unpacked(path: Path) -> tuple[bytearray, bool]:
 def _json_blocks(texts: list[msgspec.Raw]) -> Iterator[tuple]:
     """Of complete events block by block LABEL, tuples, and NUMBERS, a list each."""
     for first in range(0, len(texts), BLOCK):
-        events = [event for event in map(_event, texts[first : first + BLOCK]) if event.ph == "X"]
+        some = map(_event, texts[first : first + BLOCK])
+        events = [event for event in some if event.ph == "X"]
         args = [event.args for event in events]
         labels = (
             (event.cat, event.name, event.pid, event.tid, arg.track, arg.inputs, arg.device, arg.stream)
@@ -294,19 +290,20 @@ def _json_blocks(texts: list[msgspec.Raw]) -> Iterator[tuple]:
         if events:
             starts = _nanoseconds([event.ts for event in events])
             durations = [event.dur for event in events]
-            yield labels, starts, durations, [arg.correlation for arg in args], [arg.bytes for arg in args]
+            correlations = [arg.correlation for arg in args]
+            yield labels, starts, durations, correlations, [arg.bytes for arg in args]
 
 
 def _nanoseconds(texts: list[msgspec.Raw]) -> pd.Series:
     """Times in us as exact ns: a double would round 1.7e15 us since 1970 to 0.25 us."""
-    parts = io.BytesIO(b"\n".join(texts).replace(b".", b",."))
+    lines = b"\n".join(texts).replace(b".", b",.")
+    columns = {"us": pd.Int64Dtype(), "fraction": np.float64}
     try:
-        parts = pd.read_csv(
-            parts, header=None, names=["us", "fraction"], dtype={"us": pd.Int64Dtype(), "fraction": float}
-        )
-    except ValueError as error:
+        parts = pd.read_csv(io.BytesIO(lines), names=[*columns], dtype=columns)
+    except (ValueError, OverflowError) as error:
         raise ValueError(f"ts: expected decimal numbers, in us: {error}") from error
-    ns = 1000 * parts.us + (1000 * parts.fraction.fillna(0)).round().astype(int)
+    fraction = (1000 * parts.fraction.fillna(0)).round()
+    ns = 1000 * parts.us + fraction.astype(np.int64)
     return ns.fillna(UNREADABLE).astype(np.int64)
 
 
@@ -325,7 +322,8 @@ def _event(text: msgspec.Raw) -> _Event:
 def _add_shapes(name: str, args: _Args) -> None:
     """What a copying operator writes, as far as its recorded arguments tell."""
     if name == FOREACH:  # of lists no dtype is recorded
-        args.inputs = f"{len(msgspec.json.decode(args.dims, type=list[list])[0])} tensors"
+        lists = msgspec.json.decode(args.dims, type=list[list])
+        args.inputs = f"{len(lists[0])} tensors"
         return
     shape = msgspec.json.decode(args.dims, type=list[list[int]])[0]
     to, of, *_ = msgspec.json.decode(args.types, type=list[str])
@@ -350,7 +348,8 @@ def _nsys_blocks(path: Path, text: bytes | bytearray, document: _Document) -> It
             fields["task"] = f"COALESCE({fields['globalTid']}, {fields['globalPid']})"
             rows = db.execute(NSYS_QUERY.format_map(fields))
             while some := rows.fetchmany(BLOCK):
-                yield [row[:8] for row in some], *zip(*(row[8:] for row in some))
+                columns = [*zip(*some)]
+                yield zip(*columns[:8]), *columns[8:]
         if "TARGET_INFO_GPU" in tables:
             document.deviceProperties = [
                 _Gpu(*gpu) for gpu in db.execute("SELECT id, name FROM TARGET_INFO_GPU")
@@ -372,7 +371,8 @@ def _kind(category: str, name: str) -> str | None:
     if name.startswith(ROCM_MEMCPY):
         return "memcpy"
     if kind == "memcpy":
-        return next((DIRECTIONS[word] for word in DIRECTIONS if word in name), "memcpy_other")
+        found = [direction for word, direction in DIRECTIONS.items() if word in name]
+        return found[0] if found else "memcpy_other"
     if kind == "kernel" and (COPY_KERNEL.search(name) or name in OUR_KERNELS or is_foreach(name)):
         return "copy_kernel"
     if kind == "annotation" and NVTX_OPERATOR.match(name):
@@ -387,9 +387,8 @@ def _labelled(numbers: Iterable[tuple]) -> pd.DataFrame:
     on_device = labels["on_device"] = labels.kind.isin(DEVICE_KINDS)
     labels["name"] = labels.name.str.replace(NVTX_OPERATOR, r"\1", regex=True)
     labels["process"] = labels.process.mask(on_device & (labels.process == labels.device), "").astype(str)
-    labels["thread"] = (
-        pd.to_numeric(labels.thread, errors="coerce").mask(on_device).fillna(-1).astype(np.int64)
-    )
+    threads = pd.to_numeric(labels.thread, errors="coerce")
+    labels["thread"] = threads.mask(on_device).fillna(-1).astype(np.int64)
     labels["stream"] = labels.stream.where(on_device, -1)
     return labels
 
@@ -408,11 +407,11 @@ def _table(path: Path, blocks: Iterable[tuple], document: _Document, python: boo
     events = _placed(pd.concat(frames, ignore_index=True), labels, python, told)
     if events.empty:
         raise ValueError(f"no event could be read: {'; '.join(told)}")
-    labels = labels.loc[events.label.unique()]
-    hip = labels.name[labels.kind == "runtime"].str.startswith("hip").any()
+    labels = labels.loc[events.label.unique()]  # those in use
+    calls = labels.name[labels.kind == "runtime"]
     names = {gpu.id: gpu.name for gpu in document.deviceProperties}
-    at_work = {names[device] for device in labels.device[labels.on_device] if device in names}
-    at_work = at_work or set(names.values())  # ROCm numbers devices in two ways
+    at_work = labels.device[labels.on_device].map(names).dropna()
+    gpus = set(at_work) or set(names.values())  # ROCm numbers devices in two ways
     if not labels.track.all():  # to_chrome_trace writes them
         labels = labels.assign(track=_tracks(labels))
     events = events.join(labels.astype(dict.fromkeys(LABEL_TEXTS, TEXT)), on="label")
@@ -423,12 +422,12 @@ def _table(path: Path, blocks: Iterable[tuple], document: _Document, python: boo
         events,
         source=path.name,
         path=path.resolve(),
-        device=", ".join(sorted(at_work)),
+        device=", ".join(sorted(gpus)),
         evidence=document.evidence,
-        rocm=bool(hip or document.roctracer_version),
+        rocm=bool(document.roctracer_version) or calls.str.startswith("hip").any().item(),
     )
-    fractions = (table[["start_us", "dur_us"]] % 1).any(axis=None)
-    table.attrs["resolution_us"] = 0.001 if fractions else 1.0
+    whole = (table.start_us % 1 + table.dur_us % 1).sum() == 0
+    table.attrs["resolution_us"] = 1.0 if whole else 0.001
     _check_streams(table, told)
     table.attrs["left_out"] = [*dict.fromkeys(told)]
     return table
@@ -450,7 +449,8 @@ def _tracks(labels: pd.DataFrame) -> pd.Series:
 def _placed(events: pd.DataFrame, labels: pd.DataFrame, python: bool, told: list[str]) -> pd.DataFrame:
     """The events that have a kind, a time and a place."""
     wanted = labels.kind.notna() & (python | labels.kind.ne("python"))
-    for category, n in events.label.map(labels.category[~wanted]).value_counts().items():
+    unread = events.label.map(labels.category[~wanted])
+    for category, n in unread.value_counts().items():
         told.append(f"{n} events of category {category!r} left out")
     events = events[wanted.to_numpy()[events.label]]
     somewhere = (labels.stream != -1) | (labels.thread != -1)
@@ -467,8 +467,8 @@ def _tell(told: list[str], n: int, what: str) -> None:
 
 def _join(events: pd.DataFrame, told: list[str]) -> None:
     """Leave every correlation to one host call (the outer of nested ones, as of nsys 2022.2), or to none."""
-    calls = events[(events.kind == "runtime") & (events.correlation != -1)]
-    calls = calls.sort_values("dur_us", ascending=False)
+    calls = events[events.kind == "runtime"]
+    calls = calls[calls.correlation != -1].sort_values("dur_us", ascending=False)
     inner = calls.duplicated(["correlation", "process"])
     events.loc[inner.index[inner], "correlation"] = -1
     calls = calls[~inner]
