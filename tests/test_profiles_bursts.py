@@ -14,7 +14,6 @@ from tests.traces_of import (
     DTOD,
     FOREACH_KERNEL,
     call,
-    copies,
     device,
     memcpy,
     recorded,
@@ -22,29 +21,6 @@ from tests.traces_of import (
     table_of,
     write,
 )
-
-
-def test_copies_of_no_length_are_not_idle(tmp_path):
-    (burst,) = find_copy_bursts(table_of(tmp_path, [memcpy(i + 1, 5, 0) for i in range(4)])).itertuples()
-    assert (burst.n_copies, burst.span_us, burst.idle_share) == (4, 0.0, 0.0)
-
-
-def test_tables_put_together(tmp_path):
-    table = table_of(tmp_path, copies())
-    other = table.assign(track=table["track"].cat.rename_categories(str.upper), correlation=-1)
-    with pytest.raises(ValueError, match="trace: expected an index without duplicates"):
-        find_copy_bursts(pd.concat([table, other]))
-    bursts = find_copy_bursts(pd.concat([table, other], ignore_index=True))
-    assert bursts["track"].tolist() == ["STREAM 7", "stream 7"] and bursts["n_copies"].tolist() == [5, 5]
-
-
-def test_arguments_are_checked(tmp_path):
-    table = table_of(tmp_path, copies())
-    with pytest.raises(ValueError, match="min_copies: expected at least 1, got 0"):
-        find_copy_bursts(table, min_copies=0)
-    with pytest.raises(ValueError, match=r"kinds: expected some of .* got \['aten'\]"):
-        find_copy_bursts(table, kinds=("aten",))
-
 
 # ------------------------------------------------------------------ against a plain reference
 
@@ -198,12 +174,11 @@ def test_the_regimes_of_real_traces():
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("v100_ddp_training", "9 queued bursts of 159 to 161 copies: the host is ahead"),
-        ("resnet_ddp_mi300x", "blocked bursts of 62 copies: the stream waits for another one"),
+        ("v100_ddp_training", "queued: 9 of 10 bursts, of 159 to 161 copies: the host is ahead"),
+        ("resnet_ddp_mi300x", "blocked: 5 of 9 bursts, of 62 copies: the stream waits for another one"),
         ("flux_foreach_slow_mi300x", "already one foreach call, on the slow route because dtypes mix"),
-        ("sglang_decode_b300_qwen3_30b", "already one foreach call, fused: 2 such calls, 16 us of host"),
+        ("sglang_decode_b300_qwen3_30b", "already one foreach call, fused: 2 times, 16 us of host"),
         ("sglang_decode_mi300x_qwen3_8b", "the median of all copies begins 8,252 us after its call"),
-        ("nsys_h100_2gpu", "holds the recorder's environment, secrets included"),
         ("nsys_h100_2gpu", "450 copies come from the host: 172 of at most 64 KiB"),
         ("nsys_h100_2gpu", "446 pinned"),
         ("vllm_decode_mi300x", "some of which may come from pinned host memory"),
@@ -217,13 +192,6 @@ def test_findings_say_what_a_trace_shows(name, sentence):
     trace = recorded(name)
     told = findings(trace, find_copy_bursts(trace), "NVIDIA B300")
     assert any(sentence in line for line in told), told
-
-
-def test_findings_of_little(tmp_path):
-    host = table_of(tmp_path, [span("cpu_op", "aten::copy_", 0, 1)])
-    assert findings(host, find_copy_bursts(host)) == [
-        "no GPU event in the file: only the host side can be shown"
-    ]
 
 
 @pytest.mark.parametrize(
@@ -246,10 +214,3 @@ def test_one_recorded_step_of_sglang(name, n_foreach):
     assert (helper["name"] == "aten::_foreach_copy_").sum() == 2 and np.isclose(
         helper["dur_us"].max(), 66, atol=6
     )
-
-
-def test_a_range_that_is_not_there():
-    with pytest.raises(
-        ValueError, match=r"text: expected part of a range's name, such as .*step\[DECODE bs=16\]"
-    ):
-        of_range(recorded("sglang_decode_b300_qwen3_30b"), "nowhere")

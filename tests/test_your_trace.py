@@ -35,12 +35,15 @@ def read(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("name", "sentences"),
     [
-        ("v100_ddp_training.pt.trace.json.gz", ["9 queued bursts", "4.7 times as long where the GPU waits"]),
+        (
+            "v100_ddp_training.pt.trace.json.gz",
+            ["queued: 9 of 10 bursts", "4.7 times as long where the GPU waits"],
+        ),
         (
             "flux_foreach_slow_mi300x.pt.trace.json.gz",
             ["because dtypes mix", "no held-out error", "no claim"],
         ),
-        ("nsys_h100_2gpu.sqlite.gz", ["450 copies come from the host", "do not share", "nothing to group"]),
+        ("nsys_h100_2gpu.sqlite.gz", ["450 copies come from the host", "nothing to group"]),
     ],
 )
 def test_it_says_what_a_trace_shows(read, name, sentences):
@@ -54,7 +57,7 @@ def test_it_says_what_a_trace_shows(read, name, sentences):
     [
         ([span("cpu_op", "aten::copy_", 0, 4)], "no GPU event in the file"),
         ([device("kernel", "gemm", 5, 9, 1)], "at most 0: nothing to group"),
-        (copies(12), "1 host-bound burst of 12 copies"),
+        (copies(12), "host-bound: 1 of 1 bursts, of 12 copies"),
         (copies(12, whole=True), "grouping saves time"),
     ],
     ids=["host only", "no copies", "one burst", "whole us"],
@@ -80,7 +83,7 @@ def test_names_meant_to_harm_stay_text(read, tmp_path):
     ("name", "said"),
     [
         ("none.json", "No such file"),
-        ("folder", "a folder"),
+        ("folder", "Is a directory"),
         ("my.nsys-rep", "export it"),
         ("bad.json", "JSON"),
     ],

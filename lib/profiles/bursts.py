@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -21,21 +20,16 @@ REGIMES = {
     "queued": "the host is ahead: grouping saves floors and gaps on the device, no host time that counts",
 }
 SLOW = f"{FOREACH} > {COPY}"
-CALL_COLUMNS = {
-    "correlation": int,
-    "call": object,
-    "call_start_us": float,
-    "call_us": float,
-    "op": object,
-    "op_start_us": float,
-    "op_us": float,
-    "op_bytes": float,
-    "op_inputs": object,
-    "foreach_start_us": float,
-    "foreach_us": float,
-    "foreach_inputs": object,
+# Of a call, the operator and the foreach call around it: column of the trace -> end of the column here.
+ENDINGS = {
+    "name": "",
+    "kind": "_kind",
+    "start_us": "_start_us",
+    "dur_us": "_us",
+    "bytes": "_bytes",
+    "inputs": "_inputs",
 }
-NOTHING = SimpleNamespace(name=np.nan, kind="", start_us=np.nan, dur_us=np.nan, bytes=np.nan, inputs=np.nan)
+UNUSED = ("call_kind", "call_bytes", "call_inputs", "op_kind", "foreach", "foreach_kind", "foreach_bytes")
 RULES = ("blocked_us > idle_us / 2", "2 * n_calls <= n_copies", "waited_us > idle_us / 2")
 
 
@@ -84,7 +78,7 @@ def burst_copies(trace: pd.DataFrame, min_copies: int = 4, kinds: Sequence[str] 
     copies.insert(0, "burst", pd.factorize(copies.run)[0])
     copies = copies.join(_calls(copies, trace), on="correlation")
     copies["bytes"] = copies.eval("bytes.fillna(op_bytes.where(kind in @COPIES))")
-    return copies.drop(columns=["is_copy", "run", "first_us", "size", "op_bytes"])
+    return copies.drop(columns=["is_copy", "run", "first_us", "size", "op_bytes", *UNUSED])
 
 
 def find_copy_bursts(trace: pd.DataFrame, min_copies: int = 4, kinds: Sequence[str] = COPIES) -> pd.DataFrame:
@@ -170,7 +164,8 @@ def of_range(trace: pd.DataFrame, text: str) -> pd.DataFrame:
     ranges = trace[trace.kind.isin(("annotation", "host_op", "python"))]
     found = ranges[ranges.name.astype(str).str.contains(text, regex=False)]
     if found.empty:
-        known = list(ranges.name[ranges.kind == "annotation"].unique()[:20])
+        named = ranges.name[ranges.kind == "annotation"]
+        known = list(named.unique()[:20])
         raise ValueError(f"text: expected part of a range's name, such as {known}, got {text!r}")
     first = found.iloc[0]
     inside = trace.query("track == @first.track and start_us >= @first.start_us")
@@ -204,8 +199,10 @@ def findings(trace: pd.DataFrame, bursts: pd.DataFrame, device: str = "") -> lis
     work = burst_copies(trace, 1, DEVICE_KINDS)
     told = []
     for regime, some in bursts.groupby("regime"):
-        many = _count(len(some), f"{regime} burst")
-        told.append(f"{many} of {_between(some.n_copies)} copies: {REGIMES[regime]}")
+        counts = dict.fromkeys((some.n_copies.min(), some.n_copies.max()))
+        counts = " to ".join(map(str, counts))
+        many = f"{len(some)} of {len(bursts)} bursts"
+        told.append(f"{regime}: {many}, of {counts} copies: {REGIMES[regime]}")
     copies = work.query("kind in @COPIES and leads")
     lead_us = copies.eval("start_us - call_start_us - call_us").median()
     if lead_us > 0:
@@ -221,19 +218,7 @@ def findings(trace: pd.DataFrame, bursts: pd.DataFrame, device: str = "") -> lis
     own = trace.attrs["device"]
     if device and own and device != own:
         told.append(f"the profile is of another GPU ({device}) than the trace ({own})")
-    if ".sqlite" in trace.attrs["source"]:
-        told.append(
-            "an nsys export holds the recorder's environment, secrets included: do not share it as is"
-        )
     return told + trace.attrs["left_out"]
-
-
-def _count(n: int, what: str) -> str:
-    return f"{n} {what}{'s' if n > 1 else ''}"
-
-
-def _between(numbers: pd.Series) -> str:
-    return " to ".join(str(number) for number in dict.fromkeys((numbers.min(), numbers.max())))
 
 
 def _grouped_already(work: pd.DataFrame) -> list[str]:
@@ -246,8 +231,8 @@ def _grouped_already(work: pd.DataFrame) -> list[str]:
     for _, call in work.groupby("foreach_start_us"):
         routes[_foreach_route(call)].append(call.foreach_us.iloc[0])
     for route, times in routes.items():
-        calls = _count(len(times), "such call")
-        told.append(f"already one foreach call, {route}: {calls}, {np.median(times):.0f} us of host each")
+        took = f"{np.median(times):.0f} us of host each"
+        told.append(f"already one foreach call, {route}: {len(times)} times, {took}")
     return told
 
 
@@ -275,26 +260,28 @@ def _released(device: pd.DataFrame) -> pd.Series:
 
 
 def _calls(copies: pd.DataFrame, trace: pd.DataFrame) -> pd.DataFrame:
-    """CALL_COLUMNS of the host calls behind these copies, by correlation."""
-    wanted = set(copies.correlation) - {-1}
-    calls = trace[(trace.kind == "runtime") & trace.correlation.isin(wanted)]
-    calls = calls.drop_duplicates("correlation")
+    """The host calls behind these copies by correlation, with the operators around them (see ENDINGS)."""
+    calls = trace[(trace.kind == "runtime") & (trace.correlation != -1)]
+    calls = calls[calls.correlation.isin(copies.correlation)].drop_duplicates("correlation")
     ops = trace[trace.kind.isin(("host_op", "annotation")) & trace.track.isin(set(calls.track))]
-    host = pd.concat([ops, calls]).eval("end_us = start_us + dur_us").astype({"inputs": object})
+    texts = dict.fromkeys(("name", "kind", "track", "inputs"), object)
+    host = pd.concat([ops, calls]).eval("end_us = start_us + dur_us").astype(texts)
     # at equal starts operators before calls, and the longer first
     host["rank"] = (host.kind == "runtime") - host.dur_us / (host.dur_us.max() + 1)
-    found, stack = [], []  # the operators that have begun, each inside the one before
-    for row in host.sort_values(["track", "start_us", "rank"], kind="stable").itertuples():
+    host = host.sort_values(["track", "start_us", "rank"], kind="stable")
+    stack, ops, groups = [], [], []  # stack: the operators that have begun, each inside the one before
+    for row in host.itertuples():
         while stack and (stack[-1].track != row.track or stack[-1].end_us < row.start_us):
             stack.pop()
         if row.kind != "runtime":
             stack.append(row)
             continue
-        op = stack[-1] if stack else NOTHING
-        group = next((op for op in reversed(stack) if op.name == FOREACH), NOTHING)
-        op_us = op.dur_us if op.kind == "host_op" else np.nan
-        of_op = (op.name, op.start_us, op_us, op.bytes, op.inputs)
-        of_group = (group.start_us, group.dur_us, group.inputs)
-        found.append((row.correlation, row.name, row.start_us, row.dur_us, *of_op, *of_group))
-    table = pd.DataFrame(found, columns=list(CALL_COLUMNS)).astype(CALL_COLUMNS)
-    return table.set_index("correlation")
+        ops.append(stack[-1].Index if stack else -1)
+        groups.append(next((op.Index for op in reversed(stack) if op.name == FOREACH), -1))
+    calls = host[host.kind == "runtime"]
+    table = {}
+    for part, found in {"call": calls.index, "op": ops, "foreach": groups}.items():
+        rows = host.reindex(found)
+        table |= {part + ending: rows[column].to_numpy() for column, ending in ENDINGS.items()}
+    table = pd.DataFrame(table, index=calls.correlation)
+    return table.assign(op_us=table.op_us.where(table.op_kind == "host_op"))

@@ -29,6 +29,9 @@ with open(DEVICES / "figures.csv", encoding="utf-8", newline="") as _file:
     FIGURES = {row["figure"]: row for row in csv.DictReader(_file)}
 
 
+ENDS = ("fast", "middle", "slow")
+
+
 @dataclass(frozen=True)
 class Figure:
     """A figure, the range in which it may lie, and where it came from ("fitted: ..." or "assumed: ...")."""
@@ -38,12 +41,14 @@ class Figure:
     high: float
     source: str
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.low <= self.value <= self.high:
+            raise ValueError(f"expected 0 <= low <= value <= high, got {self}")
+
     @classmethod
     def of(cls, low: float, value: float, high: float, source: str) -> Figure:
-        value = float(f"{value:.4g}")
-        low = min(float(f"{low:.4g}"), value)
-        high = max(float(f"{high:.4g}"), value)
-        return cls(value, low, high, source)
+        low, value, high = (float(f"{number:.4g}") for number in (low, value, high))
+        return cls(value, min(low, value), max(high, value), source)
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,6 @@ class DeviceProfile:
     """What the model knows of a device and its host; as JSON in data/devices/.
 
     figures: each of FIGURES.
-    unknown: the figures that the trace could not tell, each of which is an assumption with its range.
     error: regime ("host-bound", "queued", "blocked") -> median absolute relative error of burst spans, each
         predicted by a profile fitted without it (see `validate`); a regime that the trace lacks is missing.
     """
@@ -61,34 +65,35 @@ class DeviceProfile:
     source: str
     date: str
     figures: dict[str, Figure]
-    unknown: tuple[str, ...] = ()
     error: dict[str, Annotated[float, msgspec.Meta(ge=0)]] | None = None
 
     def __getitem__(self, figure: str) -> float:
         return self.figures[figure].value
 
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """The figures that the trace could not tell, each of which is an assumption with its range."""
+        return tuple(name for name, figure in self.figures.items() if figure.source.startswith("assumed"))
+
     def at(self, end: str) -> DeviceProfile:
-        """At the "fast" or "slow" end of every figure but the runtime calls inside operators; or as it is."""
-        if end not in ("fast", "slow"):
-            return self
+        """At one of ENDS of every figure but the runtime calls inside operators."""
         figures = dict(self.figures)
         for name in figures.keys() - {"host_memcpy_us", "host_launch_us"}:
             figure = figures[name]
-            high = (end == "fast") == name.endswith("gb_per_s")
-            figures[name] = replace(figure, value=figure.high if high else figure.low)
+            ends = (figure.low, figure.value, figure.high)
+            if name.endswith("gb_per_s"):
+                ends = ends[::-1]
+            value = ends[ENDS.index(end)]
+            figures[name] = replace(figure, value=value)
         return replace(self, figures=figures)
 
     def label(self) -> str:
         """What a plot or table of modelled numbers has to say about them."""
         errors = [f"{regime} {error:.1%}" for regime, error in (self.error or {}).items()]
-        parts = [
-            "modelled",
-            f"{self.device or 'unknown device'}, profile {self.name} of {self.date or 'unknown date'}",
-            f"median span error of single copies {', '.join(errors) or 'unknown'}",
-        ]
-        if "host_foreach_us" in self.unknown:
-            parts.append("foreach figures assumed")
-        return " · ".join(parts)
+        about = f"{self.device or 'unknown device'}, profile {self.name} of {self.date or 'unknown date'}"
+        checked = f"median span error of single copies {', '.join(errors) or 'unknown'}"
+        assumed = " · foreach figures assumed" if "host_foreach_us" in self.unknown else ""
+        return f"modelled · {about} · {checked}{assumed}"
 
     def save(self, path: str | Path) -> None:
         text = json.dumps(asdict(self), indent=1, allow_nan=False)
@@ -114,34 +119,19 @@ class DeviceProfile:
             raise ValueError(f"device profile {name}: expected one of {cls.available()}, or a file")
         try:
             profile = msgspec.json.decode(path.read_bytes(), type=cls)
-            given = {name: figure for name, figure in profile.figures.items() if name in FIGURES}
-            for name, figure in given.items():
-                least = 1e-9 if name.endswith("per_s") else 0
-                if not least <= figure.low <= figure.value <= figure.high:
-                    raise ValueError(
-                        f"{name}: expected 0 <= low <= value <= high, a rate above 0, got {figure}"
-                    )
-        except (ValueError, msgspec.DecodeError, RecursionError) as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise ValueError(f"{path}: not a device profile: {error}") from error
-        unknown = [name for name in FIGURES if name in profile.unknown or name not in given]
-        return replace(profile, figures=_assumed(given), unknown=tuple(unknown))
+        return replace(profile, figures=_assumed(profile.figures))
 
 
 def _assumed(found: dict[str, Figure]) -> dict[str, Figure]:
     """Every figure of FIGURES: as found, or else as assumed."""
     figures = {}
     for name, row in FIGURES.items():
-        if name in found:
-            figures[name] = found[name]
-            continue
-        base = figures.get(row["base"])
-        base = base.value if base else float(row["base"])
-        figures[name] = Figure.of(
-            base * float(row["low"]),
-            base * float(row["factor"]),
-            base * float(row["high"]),
-            f"assumed: {row['factor']} times {row['base']}; {row['why']}",
-        )
+        base = figures[row["base"]].value if row["base"] in figures else float(row["base"])
+        ends = [base * float(row[end]) for end in ("low", "factor", "high")]
+        source = f"assumed: {row['factor']} times {row['base']}; {row['why']}"
+        figures[name] = found.get(name) or Figure.of(*ends, source)
     return figures
 
 
@@ -163,41 +153,33 @@ def fit_profile(
         ValueError: no device-to-device memcpy of known size.
     """
     traces = [traces] if isinstance(traces, pd.DataFrame) else traces
-    sources = [trace.attrs.get("source", "trace") for trace in traces]
+    sources = [trace.attrs["source"] for trace in traces]
     about = traces[0].attrs
     device = pd.concat([_device_side(trace, without) for trace in traces], ignore_index=True)
     if device.query("kind == 'memcpy'").bytes.isna().all():
         raise ValueError(f"{sources[0]}: no device-to-device memcpy of known size to fit a profile from")
     found = {}
     for figure, row in FIGURES.items():
-        known = {known: made.value for known, made in _assumed(found).items()}
-        values = _values(device, row, known)
+        if not row["where"]:
+            continue
+        names = {name: known.value for name, known in _assumed(found).items()}  # as @name
+        some = device.query(row["where"], local_dict=names, engine="python")
+        values = some.eval(row["value"], local_dict=names, engine="python").dropna()
         if len(values):
-            low, middle, high = row["percentiles"].split()
-            low, high = np.percentile(values, [float(low), float(high)])
-            value = values.mean() if middle == "mean" else np.percentile(values, float(middle))
-            what = f"{row['value']} where {row['where']}"
-            found[figure] = Figure.of(low, value, high, f"fitted: {what}, n={len(values)}")
+            ends = []
+            for end in row["percentiles"].split():
+                ends.append(values.mean() if end == "mean" else np.percentile(values, float(end)))
+            what = f"fitted: {row['value']} where {row['where']}, n={len(values)}"
+            found[figure] = Figure.of(*ends, what)
     source = source or ", ".join(sources)
-    if about.get("resolution_us") == 1.0:
+    if about["resolution_us"] == 1:
         source += "; times in whole us"
-    unknown = tuple(figure for figure in FIGURES if figure not in found)
-    device_name = about.get("device", "")
-    profile = DeviceProfile(name, device_name, source, date, _assumed(found), unknown)
+    profile = DeviceProfile(name, about["device"], source, date, _assumed(found))
     if without is not None:
         return profile
     checked = pd.concat([validate(trace) for trace in traces]).dropna()
     error = checked.error.abs().groupby(checked.regime).median().round(4)
     return replace(profile, error=error.to_dict())
-
-
-def _values(device: pd.DataFrame, row: dict[str, str], known: dict[str, float]) -> np.ndarray:
-    """The values of a row of FIGURES among device events; it may name figures before it by @name."""
-    if not row["where"]:
-        return np.array([])
-    some = device.query(row["where"], local_dict=known, engine="python")
-    values = some.eval(row["value"], local_dict=known, engine="python")
-    return values.dropna().to_numpy(float)
 
 
 def _device_side(trace: pd.DataFrame, without: pd.Index | None) -> pd.DataFrame:
@@ -210,7 +192,9 @@ def _device_side(trace: pd.DataFrame, without: pd.Index | None) -> pd.DataFrame:
     device = burst_copies(trace, min_copies=1, kinds=DEVICE_KINDS)
     device = device.astype({"name": str, "call": str, "op": str, "foreach_inputs": str})
     device["fused"] = device.name.map(is_foreach).astype(bool)
-    device["hidden"] = device.index.isin(() if without is None else without)
+    device["hidden"] = False
+    if without is not None:
+        device["hidden"] = device.index.isin(without)
     before = device.groupby("track").shift()  # noqa: F841, named below
     device["foreach_tensors"] = device.foreach_inputs.str.extract(r"^(\d+) ", expand=False).astype(float)
     device["smallest"] = device.query("kind == 'memcpy'").bytes.min()
@@ -243,20 +227,16 @@ def validate(trace: pd.DataFrame, min_copies: int = 4) -> pd.DataFrame:
     copies = burst_copies(trace, min_copies, kinds=("memcpy",))
     device = burst_copies(trace, min_copies=1, kinds=DEVICE_KINDS)
     device = device.sort_values(["track", "start_us"], kind="stable")
-    table = bursts[["regime", "n_copies", "span_us"]].copy()
-    table["half"] = "later"
+    table = bursts[["regime", "n_copies", "span_us"]].assign(half="later", predicted_us=np.nan)
     table.loc[: len(bursts) // 2 - 1, "half"] = "earlier"
-    table["predicted_us"] = np.nan
     for half in table.half.unique():
         held_out = copies[copies.burst.map(table.half) == half]
         try:
             profile = fit_profile(trace, without=held_out.index)
         except ValueError:  # no other memcpy in the trace
             continue
-        played = _play(device, held_out.index, profile).loc[held_out.index]
-        played = played.groupby(held_out.burst)
-        spans = played.end_us.max() - played.begin_us.first()
-        table["predicted_us"] = table.predicted_us.fillna(spans)
+        played = _play(device, held_out.index, profile).loc[held_out.index].groupby(held_out.burst)
+        table["predicted_us"] = table.predicted_us.fillna(played.end_us.max() - played.begin_us.first())
     return table.eval("error = predicted_us / span_us.where(span_us > 0) - 1")
 
 
@@ -266,13 +246,9 @@ def _play(device: pd.DataFrame, modelled: pd.Index, profile: DeviceProfile) -> p
     begin[i] = max(call[i] + latency, end[i-1] + gap) is a recurrence. With done[i], the sum of all durations
     and gaps before i, it becomes begin[i] = done[i] + max over j <= i of (call[j] + latency - done[j]).
     """
-    names = {
-        "first": ~device.duplicated("track"),  # where the recording begins
-        "hidden": device.index.isin(modelled),
-        "later": np.fmax,
-    }
-    for name in ("memcpy_floor_us", "memcpy_gb_per_s", "gap_us", "launch_latency_us"):
-        names[name] = profile[name]
+    first = ~device.duplicated("track")  # where the recording begins
+    names = {name: figure.value for name, figure in profile.figures.items()}
+    names |= {"first": first, "hidden": device.index.isin(modelled), "later": np.fmax}
     return device.eval(
         """
         model_us = @memcpy_floor_us + bytes.fillna(0) / (@memcpy_gb_per_s * 1e3)

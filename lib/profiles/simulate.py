@@ -46,10 +46,9 @@ def simulate(
     """
     for number, launch in enumerate(work, 1):
         counts = (launch.bytes, launch.n_copies)
-        if launch.kind not in KINDS:
-            raise ValueError(f"launch {number}: expected kind in {list(KINDS)}, got {launch}")
-        if not all(isinstance(count, Integral) and count >= 0 for count in counts):
-            raise ValueError(f"launch {number}: expected n_copies and bytes of 0 or more, got {launch}")
+        if launch.kind not in KINDS or not all(isinstance(n, Integral) and n >= 0 for n in counts):
+            expected = f"a kind of {list(KINDS)}, n_copies and bytes of 0 or more"
+            raise ValueError(f"launch {number}: expected {expected}, got {launch}")
     rows = []
     host = 0.0
     stream = host_us(work, profile) if ahead else -np.inf
