@@ -20,7 +20,6 @@ from torch._C._dynamo.guards import TensorGuards  # in torch 2.6 as in 2.13
 
 Tensors = Sequence[Tensor]
 Pairs = Iterable[tuple[Tensor, Tensor]]  # destination, source
-Inputs = Mapping[str, Tensor | None]
 
 # What PyTorch's fused kernel is built for in every release since 2.6 (ForeachBinaryOpList.cu). For any other
 # dtype, uint16/32/64, complex32 or float4, fp8 in older ones, it raises on CUDA where `copy_` would not.
@@ -30,14 +29,12 @@ FUSED_DTYPES = {getattr(torch, name) for name in NAMES.split()}
 # A fused kernel's block copies 65,536 elements at tens of GB/s: 64 KiB take 2 to 3 us, as much as a memcpy.
 DEFAULT_DMA_BYTES = 64 * 1024  # an estimate: the crossover recorded on a device replaces it
 MAX_PLANS = 1024  # that a ReplayCopies keeps
+EXACTLY = {"dynamic_dims_sizes": [], "dynamic_dims_strides": []}
 
 
 class Call(NamedTuple):
-    """One call into PyTorch or Triton, not yet made.
-
-    op: "copy_" (one pair), "foreach" (pairs), "fill_" (a destination, a value), "host_copy_" (a pair in host
-        memory, no launch), "fused" (pairs, one Triton kernel: `kept` is called with the sources).
-    """
+    """One call, not yet made. op: "copy_" (one pair), "foreach" (pairs), "fill_" (a destination, a value),
+    "host_copy_" (a pair in host memory), "fused" (pairs, one Triton kernel: `kept` gets the sources)."""
 
     op: str
     dsts: Tensors
@@ -66,11 +63,9 @@ def run(calls: Iterable[Call]) -> None:
 
 
 def grouped_foreach_copy_(dsts: Tensors, srcs: Tensors, names: Sequence[str] | None = None) -> None:
-    """Copy `srcs[i]` into `dsts[i]`, of equal shape, for every i: a loop of `copy_` in few launches.
-
-    A drop-in for SGLang's `_grouped_foreach_copy_` of June 2026 (pull request 28465), but that no pair drags
-    others onto the slow path. Raises ValueError with the pair's name, as `check_pairs`, before it writes.
-    """
+    """Copy each source into its destination, of equal shape: a loop of `copy_` in few launches. A drop-in for
+    SGLang's helper of June 2026 (pull request 28465), but that no pair drags others onto the slow path.
+    Raises ValueError with the pair's name, as `check_pairs`, before it writes."""
     check_pairs(dsts, srcs, names)
     run(grouped(zip(dsts, srcs)))
 
@@ -102,7 +97,7 @@ grouped_dma = partial(grouped, dma_bytes=DEFAULT_DMA_BYTES)
 
 
 def can_fuse(dst: Tensor, src: Tensor) -> bool:
-    """Whether the fused kernel takes the pair (ForeachUtils.h). A source on `meta` stands for one to come."""
+    """Whether the fused kernel takes the pair (ForeachUtils.h). A source on `meta` is one to come."""
     if not dst.is_contiguous() or not src.is_contiguous() or is_lazy(dst) or is_lazy(src):
         return False
     return {dst.dtype, src.dtype} <= FUSED_DTYPES and (src.is_meta or src.device == dst.device)
@@ -110,6 +105,15 @@ def can_fuse(dst: Tensor, src: Tensor) -> bool:
 
 def is_lazy(t: Tensor) -> bool:
     return t.is_conj() or t.is_neg()
+
+
+def recognizer(tensors: Tensors) -> Callable[..., bool]:
+    """Whether others are like these in all but addresses, asked in C (torch/csrc/dynamo/guards.cpp)."""
+    together = TensorGuards(*tensors, **EXACTLY).check
+    if together(*tensors):
+        return together
+    each = [TensorGuards(tensor, **EXACTLY).check for tensor in tensors]  # for one comes twice
+    return lambda *others: all(check(other) for check, other in zip(each, others))
 
 
 def place(t: Tensor) -> tuple:
@@ -120,11 +124,10 @@ def place(t: Tensor) -> tuple:
 class CopyPlan:
     """The same copies step after step: `plan(srcs)`. Views and groups are worked out once.
 
-    A source of another dtype or strides, or with a conj or neg bit, is copied right: the step is grouped anew
-    and `misses` counts it. constants: (destination, source) pairs that go along, padding say; names
-    go on to them. route: makes calls of pairs (lib.strategies.ROUTES). check="full" asks on every step, not
-    on the first alone, where sources lie. The same pair twice is one copy. Raises as `check_pairs`.
-    """
+    A source of another dtype or layout is copied right: the step is grouped anew, and `misses` counts it.
+    constants: (destination, source) pairs that go along, padding say; names go on to them. route: makes calls
+    of pairs (lib.strategies.ROUTES). check="full" asks on every step, not on the first alone, where sources
+    lie. The same pair twice is one copy. Raises as `check_pairs`."""
 
     def __init__(self, dsts, src_dtypes, names=None, constants=(), route=grouped_dma, check="step") -> None:
         self.route, self.misses, self.check_memory = route, 0, ("step", "full").index(check)
@@ -169,12 +172,12 @@ class CopyPlan:
         return [(self.dsts[i], every[i]) for i in self.once]
 
     def _as_planned(self, srcs: Tensors) -> bool:
-        """Whether the planned calls serve these; if so, the next step's are compared with them, in C."""
+        """Whether the planned calls serve these. If so, the next step's are compared with them, in C."""
         for src, planned in zip(srcs, self.stand_ins):
             if src.dtype != planned.dtype or not src.is_contiguous() or is_lazy(src):
                 return False
-        if srcs and not self.check_memory:  # of all that a step may change, only addresses are free then
-            self.as_before = TensorGuards(*srcs, dynamic_dims_sizes=[], dynamic_dims_strides=[]).check
+        if srcs and not self.check_memory:
+            self.as_before = recognizer(srcs)
         return True
 
 
@@ -199,22 +202,19 @@ class ReplayCopies:
     """All input copies of a graph runner: a plan for each batch size and set of fields, made on first use.
 
     Padding is written every step, in the groups: engines share buffers and graphs write into inputs. It goes
-    as far as the graph reads or, pad_to="buffer", as in SGLang. pads_stay leaves it out. options: a plan's.
-    """
+    as far as the graph reads or, pad_to="buffer", as in SGLang. pads_stay leaves it out. options: a plan's."""
 
     def __init__(self, fields, pad_to="captured", pads_stay=False, **options) -> None:
         self.fields, self.pads_stay, self.options = dict(fields), pads_stay, options
         self.whole_buffers = ("captured", "buffer").index(pad_to)
         self.plans: dict[tuple, CopyPlan] = {}
 
-    def __call__(self, inputs: Inputs, batch_size: int, captured: int) -> None:
-        """Fill the buffers of a graph for `captured` requests; None stands for a field that does not come.
-
-        Raises ValueError, naming the field, for what is unknown, missing or does not fit, before it writes.
-        """
+    def __call__(self, inputs: Mapping, batch_size: int, captured: int) -> None:
+        """Fill the buffers of a graph for `captured` requests from tensors by name, None for one that does
+        not come. ValueError names a field that is unknown, missing or does not fit, before it writes."""
         run(self.calls(inputs, batch_size, captured))
 
-    def calls(self, inputs: Inputs, batch_size: int, captured: int) -> list[Call]:
+    def calls(self, inputs: Mapping, batch_size: int, captured: int) -> list[Call]:
         given = {name: src for name, src in inputs.items() if src is not None}
         plan = self.plans.get((batch_size, captured, *given)) or self._plan(given, batch_size, captured)
         return plan.calls(list(given.values()))
@@ -225,7 +225,7 @@ class ReplayCopies:
         for batch_size, captured in batch_sizes.items():
             self._plan(every, batch_size, captured)
 
-    def _plan(self, given: Inputs, batch_size: int, captured: int) -> CopyPlan:
+    def _plan(self, given: Mapping, batch_size: int, captured: int) -> CopyPlan:
         for name, src in given.items():
             if name not in self.fields or not isinstance(src, Tensor):
                 raise ValueError(f"{name}: expected a tensor for one of {list(self.fields)}, got {type(src)}")

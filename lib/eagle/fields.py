@@ -256,8 +256,8 @@ class Batch:
     @property
     def batch_size(self) -> int:
         try:
-            return len(self.seq_lens)
-        except TypeError:
+            return self.seq_lens.shape[0]
+        except (AttributeError, IndexError):
             raise ValueError(f"seq_lens: expected one length a request, got {self.seq_lens!r}") from None
 
     def to(self, device: str | torch.device) -> Self:
@@ -284,7 +284,7 @@ class DraftBatch(Batch):
     @classmethod
     def of(cls, config, requests, lens, slots, accepted=None, **fields: Tensor) -> Self:
         """Requests (bs,) with so many committed tokens, lens on the host; slots (bs, n) to write to."""
-        seq_lens = lens.to(requests.device)
+        seq_lens = lens.to(requests.device, copy=True)
         return cls(
             seq_lens=seq_lens,
             out_cache_loc=slots[:, : config.topk * config.num_steps].flatten(),

@@ -17,7 +17,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from lib.copies import Call, ReplayCopies, StaticInput, grouped_dma, run
+from lib.copies import Call, Pairs, ReplayCopies, StaticInput, grouped_dma, run
 from lib.eagle.fields import Batch, DraftBatch, DraftExtendBatch, EagleConfig, Field
 from lib.eagle.graph import capturer
 from lib.eagle.model import DraftModel, draft_extend_forward, draft_forward
@@ -38,6 +38,7 @@ class InputBuffers:
         self.fields = fields
         self.tensors = {}
         self.inputs = {}  # by name a `StaticInput`
+        self.of_storage = {}
         self.host_pads = {}
         self.signatures = cache(self._signatures)  # by batch size
         for field in fields:
@@ -54,6 +55,7 @@ class InputBuffers:
             unread = field.large and not field.fill_if_missing
             own["pad"] = None if unread else field.pad
             self.inputs[field.name] = StaticInput(buffer, **own)
+            self.of_storage[buffer.untyped_storage()._cdata] = field
         self.values = attrgetter(*self.tensors)
 
     def rows(self, batch_size: int) -> Named:
@@ -84,6 +86,20 @@ class InputBuffers:
             device = self.tensors[field.name].device
             signatures.append((field.shape(batch_size), field.source_dtype, device))
         return signatures
+
+    def route(self, route: Callable, pairs: Pairs) -> list[Call]:
+        """The calls of a route of ROUTES for what lies on the device, and copies in host memory."""
+        on_device = []
+        on_host = []
+        for dst, src in pairs:
+            field = self.of_storage[dst.untyped_storage()._cdata]
+            if not src.is_meta and src.dtype != field.source_dtype:
+                raise ValueError(f"{field.name}: expected {field.source_dtype}, got {src.dtype}")
+            if field.host:
+                on_host.append(Call("host_copy_", [dst], [src]))
+            else:
+                on_device.append((dst, src))
+        return route(on_device) + on_host
 
     def step(self, given: Named, batch_size: int, captured: int) -> Step:
         """The step as SGLang lays it out: views cut anew, whole buffers filled where the batch is padded."""
@@ -153,7 +169,7 @@ class GraphRunner:
         self.table = self.batch_class.table  # its name in a layout
         self.device = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0", as on tensors
         self.buffers = InputBuffers(config, config.table(self.table), self.device)
-        self.kept = cache(partial(ReplayCopies, self.buffers.static_inputs()))
+        self.kept = cache(self._kept)  # by strategy
         self.one_allocation = one_allocation
         self.copy_in_graph = copy_in_graph
         self.placed = one_allocation or copy_in_graph
@@ -161,6 +177,10 @@ class GraphRunner:
         self.producer = cache(self._producer)
         self.placed_batch = None
         self.lent = WeakSet()  # all that `inputs` and `place` gave
+
+    def _kept(self, strategy: str) -> ReplayCopies:
+        route = partial(self.buffers.route, ROUTES[strategy])
+        return ReplayCopies(self.buffers.inputs, route=route)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -265,11 +285,11 @@ class GraphRunner:
             return self.producer(captured).before
         if self.placed or batch in self.lent:
             raise ValueError("batch: expected what `place` or `inputs` returned last, got another one")
+        if self.strategy in ROUTES:  # which look at a batch once
+            inputs = dict(zip(self.buffers.tensors, self.buffers.values(batch)))
+            return self.kept(self.strategy).calls(inputs, batch_size, captured)
         given = self.buffers.given(batch, batch_size)
         on_host = self.buffers.host_calls(given, batch_size, captured)
-        if self.strategy in ROUTES:
-            kept = self.kept(route=ROUTES[self.strategy])
-            return kept.calls(given, batch_size, captured) + on_host
         strategy = STRATEGIES.get(self.strategy, self.strategy)
         return strategy(self.buffers.step(given, batch_size, captured)) + on_host
 
