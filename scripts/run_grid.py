@@ -44,7 +44,8 @@ from command_line import (
 from execute_notebook import declared_parameters, execute
 from tqdm import tqdm
 
-CONNECT_S = 15  # for an answer of the scheduler, and for its first worker
+CONNECT_S = 15  # for an answer of the scheduler
+WORKER_S = 15  # for its first worker
 ABOUT_A_POINT = ("status", "seconds", "peak_mb", "error", "executed")  # the table's last columns
 _one_at_a_time = threading.Lock()  # timings must not disturb each other on a worker that has several threads
 
@@ -118,7 +119,7 @@ def run_on_cluster(points: list[tuple], address: str, done: Callable[[Path], Non
         address += ":8786"
     try:
         with Client(address, timeout=f"{CONNECT_S}s") as client:
-            client.wait_for_workers(1, timeout=CONNECT_S)
+            client.wait_for_workers(1, timeout=WORKER_S)
             futures = [
                 client.submit(run_on_worker, *point, key=f"point-{point[-1].stem}") for point in points
             ]

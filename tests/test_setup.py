@@ -27,22 +27,22 @@ GOOD_PYTHON = MAKE + f'if [[ "$1 $2" == "-m venv" ]]; then make "$3"; else exec 
 NO_PIP = f"mkdir -p .venv/bin; ln -s '{PYTHON}' .venv/bin/python"  # as Ctrl-C leaves it, or no ensurepip
 NO_VENV = f'if [[ "$1 $2" == "-m venv" ]]; then {NO_PIP}; exit 1; else exec \'{PYTHON}\' "$@"; fi'
 MICROMAMBA = MAKE + '[[ "$*" == "create -y -p $PWD/.venv -c conda-forge python=3.11 pip" ]] && make "$4"'
+SETUPTOOLS = f"setuptools=={version('setuptools')}"
 
 
 @pytest.fixture
 def project(tmp_path):
     """A checkout whose path has blanks and Chinese in it; tools/ beside it is the PATH."""
     folder = tmp_path / "工 作" / "project"
-    for name in ("scripts/setup_environment.sh", "pyproject.toml"):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, folder / name)
-    (folder / "lib").mkdir()
+    for name in ("scripts", "lib", "../tools"):
+        (folder / name).mkdir(parents=True)
+    shutil.copy(ROOT / "scripts" / "setup_environment.sh", folder / "scripts")
+    shutil.copy(ROOT / "pyproject.toml", folder)
     (folder / "lib" / "__init__.py").touch()
-    (folder.parent / "tools").mkdir()
     for name in ("bash", "sed", "dirname", "readlink", "env", "rm", "mv", "mkdir", "ln", "flock"):
         if shutil.which(name):  # a Mac has no flock
             (folder.parent / "tools" / name).symlink_to(shutil.which(name))
-    pin(folder, f"setuptools=={version('setuptools')}")
+    pin(folder, SETUPTOOLS)
     put_tool(folder, "python3", GOOD_PYTHON)
     return folder
 
@@ -71,12 +71,13 @@ def set_up(project: Path, **environment: str) -> tuple[int, str, str]:
     return run.returncode, out, err
 
 
-def assert_made(project: Path, done: tuple[int, str, str]) -> None:
-    """An environment was made; it finds lib from anywhere and is used without a word from now on."""
-    code, out, err = done
+def assert_made(project: Path) -> str:
+    """An environment is made; it finds lib from anywhere and is used without a word from now on."""
+    code, out, err = set_up(project)
     assert code == 0 and out == f"{project}/.venv/bin/python\n" and "Creating .venv" in err, err
     assert_finds_lib(project, PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")  # Chinese in the path, yet no UTF-8
     assert set_up(project) == (0, out, "")
+    return err
 
 
 def assert_finds_lib(project: Path, **environment: str) -> None:
@@ -88,15 +89,12 @@ def assert_finds_lib(project: Path, **environment: str) -> None:
     assert found.strip() == ascii(bytes(project / "lib" / "__init__.py"))
 
 
-def test_it_is_made_once_and_anew_when_pins_python_or_place_change(project):
-    assert_made(project, set_up(project))
-    stamp = project / ".venv" / "workbench-stamp"
-    stamp.write_text(stamp.read_text(encoding="utf-8").replace("(3, ", "(2, "), encoding="utf-8")
-    assert_made(project, set_up(project))
-    pin(project, f"setuptools=={version('setuptools')}", f"pip=={version('pip')}")
-    assert_made(project, set_up(project))
-    moved = project.rename(project.with_name("moved"))
-    assert_made(moved, set_up(moved))
+def test_it_is_made_once_and_anew_when_it_is_not_whole_or_pins_or_place_change(project):
+    subprocess.run(["bash", "-c", NO_PIP], cwd=project, check=True)
+    assert_made(project)
+    pin(project, SETUPTOOLS, f"pip=={version('pip')}")
+    assert_made(project)
+    assert_made(project.rename(project.with_name("moved")))
 
 
 def test_pip_puts_lib_on_the_path_of_another_environment(project):
@@ -107,19 +105,16 @@ def test_pip_puts_lib_on_the_path_of_another_environment(project):
     assert_finds_lib(project, LC_ALL="C.UTF-8")
 
 
-def test_one_that_was_interrupted_is_made_anew(project):
-    subprocess.run(["bash", "-c", NO_PIP], cwd=project, check=True)
-    assert_made(project, set_up(project))
-
-
-def test_without_python3_venv_it_says_so_each_time_and_works_once_that_is_there(project):
-    put_tool(project, "python3", NO_VENV)
-    for _ in range(2):
+def test_without_what_makes_environments_it_says_so_and_works_once_that_is_there(project):
+    for python, said in {
+        "exit 1": "error: Python 3.11 or newer was not found",  # an older one: the version check fails
+        NO_VENV: "error: python3 cannot make a virtual environment",
+    }.items():
+        put_tool(project, "python3", python)
         code, out, err = set_up(project)
-        assert code == 1 and out == "" and "error: python3 cannot make a virtual environment" in err
-        assert not (project / ".venv").exists()
+        assert code == 1 and out == "" and said in err and not (project / ".venv").exists()
     put_tool(project, "python3", GOOD_PYTHON)
-    assert_made(project, set_up(project))
+    assert_made(project)
 
 
 def test_two_first_runs_at_once_make_one_environment(project):
@@ -132,20 +127,10 @@ def test_two_first_runs_at_once_make_one_environment(project):
 
 def test_conda_makes_it_where_it_is_on_the_path_and_python_where_conda_cannot(project):
     put_tool(project, "micromamba", MICROMAMBA)
-    done = set_up(project)
-    assert_made(project, done)
-    assert "with micromamba" in done[2]
+    assert "with micromamba" in assert_made(project)
     shutil.rmtree(project / ".venv")
     put_tool(project, "micromamba", "exit 1")
-    done = set_up(project)
-    assert_made(project, done)
-    assert "micromamba could not create it" in done[2]
-
-
-def test_without_a_python_that_is_new_enough_the_message_says_what_is_needed(project):
-    put_tool(project, "python3", "exit 1")  # an older one: the version check fails
-    code, out, err = set_up(project)
-    assert code == 1 and out == "" and "error: Python 3.11 or newer was not found" in err and "conda" in err
+    assert "micromamba could not create it" in assert_made(project)
 
 
 def test_an_active_environment_that_has_the_pins_is_used_as_it_is(project):
@@ -155,6 +140,6 @@ def test_an_active_environment_that_has_the_pins_is_used_as_it_is(project):
         (modules / name / "__init__.py").write_text("raise SystemExit('not ours')", encoding="utf-8")
     hostile = {"PYTHONPATH": str(modules), "PYTHONOPTIMIZE": "1", "VIRTUAL_ENV": sys.prefix}
     assert set_up(project, **hostile) == (0, f"{sys.prefix}/bin/python\n", "")
-    pin(project, f"setuptools=={version('setuptools')}", "pip==0.1  # which nobody has")
+    pin(project, SETUPTOOLS, "pip==0.1  # which nobody has")
     code, _, err = set_up(project, **hostile)
     assert code == 1 and "Creating .venv" in err and "error: pip could not install" in err
