@@ -1,6 +1,7 @@
 """The set-up, on a copy of the project with one pin, under stand-ins for what is on a machine's PATH.
 
-Nothing is downloaded: environments that the stand-in for Python makes see the packages of this one.
+Nothing is downloaded: environments that the stand-in for Python makes see the packages of this one, and their
+pip installs nothing.
 """
 
 import os
@@ -16,10 +17,13 @@ from tiny_notebooks import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON = os.path.realpath(sys.executable)
+PIP = "import sys; sys.exit('pip==0.1' in open(sys.argv[-1]).read())"  # which nobody has
 MAKE = f"""make() {{
   '{PYTHON}' -m venv --without-pip "$1"
   for packages in "$1"/lib/python*/site-packages; do
     echo '{sysconfig.get_paths()["purelib"]}' >"$packages/of_this_one.pth"
+    mkdir "$packages/pip"
+    echo "{PIP}" >"$packages/pip/__main__.py"
   done
 }}
 """
@@ -98,7 +102,9 @@ def test_it_is_made_once_and_anew_when_it_is_not_whole_or_pins_or_place_change(p
 
 
 def test_pip_puts_lib_on_the_path_of_another_environment(project):
-    subprocess.run([project.parent / "tools" / "python3", "-m", "venv", ".venv"], cwd=project, check=True)
+    subprocess.run([PYTHON, "-m", "venv", "--without-pip", ".venv"], cwd=project, check=True)
+    [packages] = (project / ".venv" / "lib").glob("python*/site-packages")
+    (packages / "of_this_one.pth").write_text(sysconfig.get_paths()["purelib"], encoding="utf-8")
     pip = [".venv/bin/python", "-m", "pip", "install", "--no-index", "--no-build-isolation"]
     subprocess.run([*pip, "--no-deps", "--quiet", "--editable", "."], cwd=project, check=True)
     # In plain C Python would not even start: pip writes the path, Chinese and all, into a file that it reads.
@@ -140,6 +146,6 @@ def test_an_active_environment_that_has_the_pins_is_used_as_it_is(project):
         (modules / name / "__init__.py").write_text("raise SystemExit('not ours')", encoding="utf-8")
     hostile = {"PYTHONPATH": str(modules), "PYTHONOPTIMIZE": "1", "VIRTUAL_ENV": sys.prefix}
     assert set_up(project, **hostile) == (0, f"{sys.prefix}/bin/python\n", "")
-    pin(project, SETUPTOOLS, "pip==0.1  # which nobody has")
+    pin(project, SETUPTOOLS, "pip==0.1")
     code, _, err = set_up(project, **hostile)
     assert code == 1 and "Creating .venv" in err and "error: pip could not install" in err
