@@ -23,6 +23,7 @@ MAKE = f"""make() {{
   for packages in "$1"/lib/python*/site-packages; do
     echo '{sysconfig.get_paths()["purelib"]}' >"$packages/of_this_one.pth"
     mkdir "$packages/pip"
+    echo >"$packages/pip/__init__.py"
     echo "{PIP}" >"$packages/pip/__main__.py"
   done
 }}
