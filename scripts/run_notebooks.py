@@ -1,4 +1,4 @@
-"""Executes the numbered notebooks, one after the other, and leaves a report; behind run_all.sh."""
+"""Executes the numbered notebooks and leaves a report; behind run_all.sh."""
 
 from __future__ import annotations
 
@@ -49,7 +49,11 @@ def make_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(prog="run_all.sh", description=about, allow_abbrev=False)
     add, repeated = parser.add_argument, {"action": "append", "default": []}
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    add("--quick", action="store_true", help="fewer samples: a check rather than a measurement")
+    add(
+        "--quick",
+        action="store_true",
+        help="fewer samples, two notebooks at a time: a check",
+    )
     add("--only", metavar="NN", **repeated, help="this notebook; may be repeated")
     about = "a parameter of the notebooks that declare it; may be repeated"
     add("-p", dest="parameters", nargs=2, metavar=("NAME", "VALUE"), **repeated, help=about)
@@ -99,13 +103,11 @@ def make_run_folder(output: Path | None, started: datetime.datetime, parser: One
     run = (output or ROOT / "runs" / started.strftime("%Y-%m-%dT%H-%M-%SZ")).absolute()
     try:
         run.mkdir(parents=True, exist_ok=True)
-        is_empty = not any(run.iterdir())
-        if is_empty:
-            (run / "notebooks").mkdir()
+        if any(run.iterdir()):
+            parser.error(f"--output: expected a new or empty folder, {run} is not")
+        (run / "notebooks").mkdir()
     except OSError as error:
         parser.error(f"--output: {error}")
-    if not is_empty:
-        parser.error(f"--output: expected a new or empty folder, {run} is not")
     return run
 
 
@@ -171,8 +173,8 @@ def print_table(records: list[dict[str, Any]], limit_mb: int) -> None:
 def run_all(notebooks: list[Path], summary: dict[str, Any], run: Path) -> str:
     """Execute the notebooks; what is done so far lies in the run's folder at any time.
 
-    A quick run, which is a check rather than a measurement, executes two at a time. While one is written as
-    HTML here, the next one's kernel starts.
+    A quick run, a check rather than a measurement, executes two at a time. While one is written as HTML
+    here, the next one's kernel starts.
 
     Returns "", or why the rest is not done: "interrupted", or which file could not be written.
     """

@@ -10,13 +10,11 @@ import sys
 from pathlib import Path
 
 import command_line
-import execute_notebook
-import nbformat
 import psutil
 import pytest
 import run_notebooks
 import torch
-from tiny_notebooks import FIGURE, PATIENCE_S, PNG, PUBLISH, wait_for, write_notebook
+from tiny_notebooks import FIGURE, PATIENCE_S, PUBLISH, wait_for, write_notebook
 
 ROOT = Path(__file__).resolve().parents[1]
 # Without asking what torch finds, which takes seconds.
@@ -138,39 +136,29 @@ def test_notebooks_html_and_figures_are_left(mixed):
 
 
 def test_set_up_code_is_folded_and_links_lead_to_the_pages_of_the_run(tmp_path):
-    source, run = tmp_path / "notebooks" / "00_a.ipynb", tmp_path / "run"
-    (run / "notebooks").mkdir(parents=True)
-    source.parent.mkdir()
-    for name, text in {"glossary.md": "### DtoD, HtoD\n", "01_b.ipynb": "", "02_c.ipynb": ""}.items():
-        (source.parent / name).write_text(text, encoding="utf-8")
-    links = "[w](glossary.md#dtod-htod) [b](01_b.ipynb#x) [c](02_c.ipynb) [gone](gone.md) [w](https://a.b/c)"
-    hidden = nbformat.v4.new_code_cell("import this", metadata={"tags": ["hide-input"]})
-    cells = [nbformat.v4.new_markdown_cell(links), hidden, nbformat.v4.new_code_cell("shown()")]
-    nbformat.write(nbformat.v4.new_notebook(cells=cells), run / "notebooks" / "00_a.ipynb")
-    run_notebooks.keep_files({"notebook": "00_a", "figures": []}, source, run, {"00_a", "01_b"})
-    run_notebooks.write_glossary(source.with_name("glossary.md"), run / "notebooks" / "glossary.html")
-    html = (run / "notebooks" / "00_a.html").read_text(encoding="utf-8")
+    source, pages = tmp_path / "notebooks" / "00_a.ipynb", tmp_path / "run" / "notebooks"
+    pages.mkdir(parents=True)
+    for name in ("glossary.md", "01_b.ipynb", "02_c.ipynb"):
+        write_notebook(source.with_name(name))
+    source.with_name("glossary.md").write_text("### DtoD, HtoD", encoding="utf-8")
+    links = (
+        "# [w](glossary.md#dtod-htod) [b](01_b.ipynb#x) [c](02_c.ipynb) [gone](gone.md) [w](https://a.b/c)"
+    )
+    write_notebook(pages / source.name, links, "shown()", tags=["hide-input"])
+    run_notebooks.keep_files({"notebook": "00_a", "figures": []}, source, pages.parent, {"00_a", "01_b"})
+    run_notebooks.write_glossary(source.with_name("glossary.md"), pages / "glossary.html")
+    html = (pages / "00_a.html").read_text(encoding="utf-8")
     body = html[html.index("<body") :]
-    pages = ["glossary.html#dtod-htod", "01_b.html#x"]
-    found = [*pages, "../../notebooks/02_c.ipynb", "gone.md", "https://a.b/c"]
+    found = [
+        "glossary.html#dtod-htod",
+        "01_b.html#x",
+        "../../notebooks/02_c.ipynb",
+        "gone.md",
+        "https://a.b/c",
+    ]
     assert [link for link in re.findall(r'href="([^"]+)"', body) if link in found] == found
     assert body.count("<details>") == 1 and body.index("</details>") < body.index("shown")
-    assert 'id="dtod-htod"' in (run / "notebooks" / "glossary.html").read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize(
-    ("source", "pictures", "found"),
-    [
-        ("    show(fig)", [], True),  # may not have run
-        ("plots.show(fig)", ["AAAA"], False),
-        ("show(a)\nshow(b)", [PNG], False),
-        ("show(a)", [PNG], True),
-    ],
-)
-def test_every_figure_that_is_shown_has_its_picture(source, pictures, found):
-    outputs = [nbformat.v4.new_output("display_data", {"image/png": png}) for png in pictures]
-    cell = nbformat.v4.new_code_cell(source, outputs=outputs)
-    assert (execute_notebook.missing_figure(nbformat.v4.new_notebook(cells=[cell])) is None) is found
+    assert 'id="dtod-htod"' in (pages / "glossary.html").read_text(encoding="utf-8")
 
 
 @pytest.fixture
@@ -231,12 +219,10 @@ def test_a_full_disk_is_one_line_and_what_was_finished_stays(tmp_path):
     [
         (["--only", "0", "--only", "07"], "--only: expected one of 00, got 07"),
         (["-p", "width", "3"], "-p width: no such parameter; these notebooks declare device, quick, size"),
-        (["-p", "size"], "-p: expected 2 arguments"),
         (
             ["-p", "size", "{1, 2}"],
             "-p size: expected a number, text, true, false, null or",
         ),
-        (["--device", "tpu"], "invalid choice: 'tpu'"),
         (["--qick"], "unrecognized arguments: --qick"),
         (["--output", "."], "--output: expected a new or empty folder"),
         (["--notebooks", "damaged"], "00_a.ipynb: expected a notebook: "),
@@ -264,23 +250,11 @@ def test_a_bad_option_is_one_clear_line(tmp_path, monkeypatch, capsys, given, sa
 
 
 @pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("3", 3),
-        ("true", True),
-        ("[1, (2, 'x')]", [1, [2, "x"]]),
-        ("a-b", "a-b"),
-    ],
+    ("text", "value"), [("3", 3), ("true", True), ("[1, (2, 'x')]", [1, [2, "x"]]), ("a-b", "a-b")]
 )
 def test_values_on_the_command_line_are_literals_or_text(text, value):
     assert command_line.parse_value(text) == value
     assert type(command_line.parse_value(text)) is type(value)
-
-
-@pytest.mark.parametrize("text", ["b'x'", "1j", "...", "1e999", "[1, [b'']]"])
-def test_a_value_that_json_cannot_hold_is_refused(text):
-    with pytest.raises(ValueError, match="expected a number, text"):
-        command_line.parse_value(text)
 
 
 def test_paths_count_from_where_the_caller_stands(tmp_path):

@@ -13,7 +13,6 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from tiny_notebooks import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON = os.path.realpath(sys.executable)
@@ -64,16 +63,11 @@ def put_tool(project: Path, name: str, script: str) -> None:
     tool.chmod(0o755)
 
 
-def start(project: Path, **environment: str) -> subprocess.Popen:
-    clean = {"PATH": str(project.parent / "tools"), "HOME": str(project), "PIP_NO_INDEX": "1", "LC_ALL": "C"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "encoding": "utf-8"}
-    return subprocess.Popen([project / "scripts/setup_environment.sh"], env=clean | environment, **pipes)
-
-
 def set_up(project: Path, **environment: str) -> tuple[int, str, str]:
-    run = start(project, **environment)
-    out, err = run.communicate(timeout=PATIENCE_S)
-    return run.returncode, out, err
+    clean = {"PATH": str(project.parent / "tools"), "HOME": str(project), "PIP_NO_INDEX": "1", "LC_ALL": "C"}
+    command = [project / "scripts/setup_environment.sh"]
+    done = subprocess.run(command, env=clean | environment, capture_output=True, encoding="utf-8")
+    return done.returncode, done.stdout, done.stderr
 
 
 def assert_made(project: Path) -> str:
@@ -122,14 +116,6 @@ def test_without_what_makes_environments_it_says_so_and_works_once_that_is_there
         assert code == 1 and out == "" and said in err and not (project / ".venv").exists()
     put_tool(project, "python3", GOOD_PYTHON)
     assert_made(project)
-
-
-def test_two_first_runs_at_once_make_one_environment(project):
-    runs = [start(project) for _ in range(2)]
-    told = [run.communicate(timeout=PATIENCE_S) for run in runs]
-    assert [run.returncode for run in runs] == [0, 0]
-    assert {out for out, _ in told} == {f"{project}/.venv/bin/python\n"}
-    assert sum("Creating .venv" in err for _, err in told) == 1
 
 
 def test_conda_makes_it_where_it_is_on_the_path_and_python_where_conda_cannot(project):

@@ -24,10 +24,10 @@ display({{"image/png": png, "text/plain": "dot"}}, raw=True, metadata={{"image/p
 
 
 def write_notebook(
-    path: Path, *cells: str, parameters: str = 'device = "auto"\nquick = False\nsize = 3'
+    path: Path, *cells: str, parameters: str = 'device = "auto"\nquick = False\nsize = 3', tags: tuple = ()
 ) -> Path:
     """A notebook titled like its file: a parameters cell, then the cells; one that starts with # is prose."""
-    tagged = new_code_cell(parameters, metadata={"tags": ["parameters"]})
+    tagged = new_code_cell(parameters, metadata={"tags": ["parameters", *tags]})
     rest = [new_markdown_cell(c) if c.startswith("#") else new_code_cell(c) for c in cells]
     notebook = new_notebook(cells=[new_markdown_cell(f"# {path.stem}"), tagged, *rest])
     notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
