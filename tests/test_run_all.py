@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -14,7 +13,7 @@ import psutil
 import pytest
 import run_notebooks
 import torch
-from tiny_notebooks import FIGURE, PATIENCE_S, PUBLISH, wait_for, write_notebook
+from tiny_notebooks import FIGURE, PATIENCE_S, PUBLISH, hear_ctrl_c, wait_for, write_notebook
 
 ROOT = Path(__file__).resolve().parents[1]
 # Without asking what torch finds, which takes seconds.
@@ -29,7 +28,7 @@ def options(folder: Path, *more: str) -> list[str]:
 
 
 def start(folder: Path, **changes) -> subprocess.Popen:
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "preexec_fn": hear_ctrl_c}
     command = [sys.executable, "-c", RUN, *options(folder)]
     return subprocess.Popen(command, cwd=ROOT / "scripts", **pipes | changes)
 
@@ -197,21 +196,6 @@ def test_a_stop_leaves_what_was_finished_and_no_process(half_way, number):
     assert (folder / "run/figures/00_dot.png").exists()
     page = (folder / "run/report.html").read_text(encoding="utf-8")
     assert "stopped before its end" in page and "One dot" in page
-
-
-def test_a_full_disk_is_one_line_and_what_was_finished_stays(tmp_path):
-    write_notebook(tmp_path / "notebooks" / "00_fine.ipynb", FIGURE)
-    write_notebook(tmp_path / "notebooks" / "01_big.ipynb", FIGURE, "print('x' * 3_000_000)")
-    limit = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, 2_000_000))}
-    run = start(tmp_path, **limit)
-    out, err = run.communicate(timeout=PATIENCE_S)
-    assert run.returncode == 1 and "Traceback" not in err
-    said = out.splitlines()[-1]
-    assert said.startswith("stopped: OSError: ") and "01_big.ipynb'; what was finished is in " in said
-    names = {str(path.relative_to(tmp_path / "run")) for path in (tmp_path / "run").rglob("*.*")}
-    kept = {"notebooks/00_fine.ipynb", "notebooks/00_fine.html", "figures/00_dot.png"}
-    assert names == kept | {"summary.json", "report.html"}
-    assert [n["notebook"] for n in summary_of(tmp_path)["notebooks"]] == ["00_fine"]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import run_grid
-from tiny_notebooks import PATIENCE_S, PUBLISH, wait_for, write_notebook
+from tiny_notebooks import PATIENCE_S, PUBLISH, hear_ctrl_c, wait_for, write_notebook
 
 ROOT = Path(__file__).resolve().parents[1]
 LOG = "with open('log', 'a') as log:\n    log.write(f'{size}\\n')"  # notebooks run in their own folder
@@ -43,7 +43,7 @@ def start(grid: Path, *options: str) -> subprocess.Popen:
         *options,
     ]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes)
+    return subprocess.Popen(command, cwd=ROOT, preexec_fn=hear_ctrl_c, **pipes)
 
 
 def run(grid: Path, *options: str) -> tuple[int, str, str]:
