@@ -200,20 +200,20 @@ def run_all(notebooks: list[Path], summary: dict[str, Any], run: Path) -> str:
         bar.set_postfix_str(f"{record['notebook']} {record['status']}")
         bar.update()
 
-    with tqdm(total=len(notebooks), unit="notebook") as bar:
-        try:
-            if (glossary := notebooks[0].with_name("glossary.md")).exists():
-                write_glossary(glossary, run / "notebooks" / "glossary.html")
-            save()
-            run_here(execute, tasks, 2 if summary["parameters"]["quick"] else 1, done)
-        except KeyboardInterrupt:
-            why = "interrupted"
-        except (OSError, BrokenProcessPool) as error:  # a full disk; a process that was killed
-            why = f"stopped: {type(error).__name__}: {error}"
-        else:
-            return ""
-    with suppress(OSError):
+    bar = tqdm(total=len(notebooks), unit="notebook")
+    why = ""
+    try:
+        if (glossary := notebooks[0].with_name("glossary.md")).exists():
+            write_glossary(glossary, run / "notebooks" / "glossary.html")
         save()
+        run_here(execute, tasks, 2 if summary["parameters"]["quick"] else 1, done)
+    except KeyboardInterrupt:
+        why = "interrupted"
+    except (OSError, BrokenProcessPool) as error:  # a full disk; a process that was killed
+        why = f"stopped: {type(error).__name__}: {error}"
+    with suppress(OSError):  # a full disk, or nobody who reads what is said
+        save()
+        bar.close()
     return why
 
 
