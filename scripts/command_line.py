@@ -1,20 +1,24 @@
-"""What run_all.sh and run_grid.py share: options and their values, stopping a run, writing files whole."""
+"""What run_all.sh and run_grid.py share: options, files written whole, processes that work side by side."""
 
 from __future__ import annotations
 
 import argparse
 import ast
 import json
-import math
+import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
+
+from end_with_parent import end_with
 
 ROOT = Path(__file__).resolve().parents[1]
+SPELLED = {"true": True, "false": False, "null": None, "none": None}
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -33,29 +37,18 @@ def plain(text: object) -> str:
 def parse_value(text: str) -> Any:
     """A Python literal where `text` is one (also true, false and null as in YAML), else the text itself.
 
-    Raises ValueError for a literal that JSON cannot hold.
+    A tuple becomes a list, as in JSON. Raises ValueError for a literal that JSON cannot hold.
     """
-    spelled = {"true": True, "false": False, "null": None, "none": None}
-    if text.lower() in spelled:
-        return spelled[text.lower()]
+    if text.lower() in SPELLED:
+        return SPELLED[text.lower()]
     try:
         value = ast.literal_eval(text)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
-        value = text
-    return to_json(value)
-
-
-def to_json(value: Any) -> Any:
-    """`value` as JSON keeps it, a tuple as a list; raises ValueError where JSON cannot hold it."""
-    if isinstance(value, list | tuple):
-        return [to_json(item) for item in value]
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {key: to_json(item) for key, item in value.items()}
-    is_finite = isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
-    is_text = isinstance(value, str) and value == value.encode("utf-8", "ignore").decode("utf-8")
-    if value is None or is_finite or is_text:
-        return value
-    raise ValueError(f"expected what JSON can hold: a number, text, true, false, null, a list; got {value!r}")
+        return text
+    try:
+        return json.loads(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError):
+        raise ValueError(f"expected a number, text, true, false, null or a list; got {value!r}") from None
 
 
 def resolve_paths(parameters: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -65,11 +58,10 @@ def resolve_paths(parameters: dict[str, Any], folder: Path) -> dict[str, Any]:
     """
     resolved = dict(parameters)
     for name, value in parameters.items():
-        if not isinstance(value, str) or not value:
-            continue
-        path = folder / Path(value).expanduser()
-        if name.endswith("_path") or ("/" in value and path.exists()):
-            resolved[name] = os.path.normpath(path.absolute())
+        if isinstance(value, str) and value:
+            path = folder / Path(value).expanduser()
+            if name.endswith("_path") or ("/" in value and path.exists()):
+                resolved[name] = os.path.normpath(path.absolute())
     return resolved
 
 
@@ -81,77 +73,55 @@ def write_whole(path: Path, data: str | bytes) -> None:
     try:
         partial.write_bytes(data)
         os.replace(partial, path)
-    except BaseException as error:
+    except OSError as error:
         partial.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise OSError(error.errno, error.strerror, str(path)) from None
-        raise
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def write_json(path: Path, value: Any) -> None:
     write_whole(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
-class Stop:
-    """Ctrl-C, SIGTERM and SIGHUP raise KeyboardInterrupt, but only inside `allowed`.
+def start_worker() -> None:
+    """Leave Ctrl-C and a closed terminal to the parent, and end with it."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    end_with(multiprocessing.parent_process().pid)
 
-    Outside they are noted in `asked`, so that what is finished is written to its end. A signal that was
-    ignored when the process started, as under nohup, stays ignored.
+
+def run_here(function: Callable, tasks: Iterable[tuple], jobs: int, done: Callable[[Any], None]) -> None:
+    """Call `function(*task)` in processes, `jobs` at a time, and `done` here with each result as it comes.
+
+    An error, or Ctrl-C, ends the tasks in progress with all that they have started.
     """
-
-    def __init__(self) -> None:
-        self.asked = False
-        self._at_once = False
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, self._note)
-
-    def _note(self, *_: object) -> None:
-        self.asked = True
-        if self._at_once:
-            raise KeyboardInterrupt
-
-    @contextmanager
-    def allowed(self) -> Iterator[None]:
-        self._at_once = True
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, spawn, start_worker) as pool:
         try:
-            if self.asked:
-                raise KeyboardInterrupt
-            yield
-        finally:
-            self._at_once = False
+            for future in as_completed([pool.submit(function, *task) for task in tasks]):
+                done(future.result())
+        except BaseException:
+            import psutil
+
+            for worker in multiprocessing.active_children():
+                with suppress(psutil.Error):  # it has ended
+                    for process in psutil.Process(worker.pid).children(recursive=True):
+                        process.kill()
+                worker.kill()
+            raise
 
 
-class _LastingStream:
-    """A standard stream whose terminal or pipe may go away without ending the run."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        try:
-            return self._stream.write(text)
-        except OSError:
-            return len(text)
-
-    def flush(self) -> None:
-        try:
-            self._stream.flush()
-        except OSError:
-            # What is still buffered must not fail again when the interpreter ends.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
-
-
-def prepare_process() -> Stop:
-    """Make this process one that a plain C locale, a closed terminal and a signal cannot harm."""
+def run_main(main: Callable[[], int]) -> NoReturn:
+    """Run a script whose end by SIGTERM, or with its terminal, is that by Ctrl-C, in any locale."""
     if sys.getfilesystemencoding() == "ascii":  # UTF-8 holds all that ASCII does
         os.environ["PYTHONUTF8"] = "1"  # for kernels
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
+    for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")
-        setattr(sys, name, _LastingStream(stream))
-    return Stop()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+            signal.signal(number, signal.default_int_handler)
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)

@@ -5,8 +5,6 @@ kernel has started, and waits for process 1 to be its parent, which that never b
 takes orphans in.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

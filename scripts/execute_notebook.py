@@ -4,16 +4,13 @@
 from __future__ import annotations
 
 import ast
-import base64
-import binascii
 import logging
 import os
 import re
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -40,6 +37,7 @@ END_WITH_PARENT = [
     "--InteractiveShellApp.extra_extensions=scripts.end_with_parent",
     "--IPKernelApp.parent_handle=1",
 ]
+PNG_START = "iVBORw0KGgo"  # of every PNG, in base64
 SHOWS = re.compile(r"^(?:\w+\.)?show\(", re.M)  # a line that shows a figure whenever its cell runs
 
 # A kernel sees this environment and this checkout, whatever is set where it is started: no other kernel that
@@ -61,9 +59,10 @@ class PeakMemory(threading.Thread):
         self.peak_mb = 0.0
 
     def look(self) -> None:
-        now = set(psutil.Process().children(recursive=True)) - self._before
-        self._seen |= now
-        self.peak_mb = max([self.peak_mb, *map(_peak_mb, now)])
+        for process in set(psutil.Process().children(recursive=True)) - self._before:
+            self._seen.add(process)
+            with suppress(psutil.Error, OSError):  # it has just ended
+                self.peak_mb = max(self.peak_mb, peak_mb(process))
 
     def run(self) -> None:
         while not self._done.wait(0.2):
@@ -80,16 +79,12 @@ class PeakMemory(threading.Thread):
         return round(self.peak_mb, 1)
 
 
-def _peak_mb(process: psutil.Process) -> float:
-    try:  # Linux keeps the peak itself, so nothing between two looks is missed
-        status = Path(f"/proc/{process.pid}/status").read_bytes()
-        return int(re.search(rb"VmHWM:\s+(\d+)", status)[1]) * 1024 / 1e6
-    except (OSError, TypeError):
-        pass
-    try:
-        return process.memory_info().rss / 1e6
-    except psutil.Error:  # it has just ended
-        return 0.0
+def peak_mb(process: psutil.Process) -> float:
+    status = Path(f"/proc/{process.pid}/status")
+    if status.exists():  # Linux keeps the peak itself, so nothing between two looks is missed
+        peak = re.search(r"VmHWM:\s+(\d+)", status.read_text(encoding="utf-8", errors="replace"))
+        return int(peak[1]) * 1024 / 1e6 if peak else 0.0
+    return process.memory_info().rss / 1e6
 
 
 def declared_parameters(notebook: Path) -> set[str]:
@@ -100,111 +95,88 @@ def declared_parameters(notebook: Path) -> set[str]:
     try:
         cells = nbformat.read(notebook, as_version=4).cells
         source = next((c.source for c in cells if "parameters" in c.metadata.get("tags", [])), "")
-        statements = ast.parse(source).body
+        names = list(ast.walk(ast.parse(source)))
     except SyntaxError as error:
         raise ValueError(f"{notebook}: parameters: expected plain Python, got {error.text!r}") from None
     except Exception as error:  # nbformat has a kind for each way in which a file is none
         raise ValueError(f"{notebook}: expected a notebook: {type(error).__name__}: {error}") from None
-    assignments = [one for one in statements if isinstance(one, ast.Assign | ast.AnnAssign)]
-    targets = [getattr(one, "targets", None) or [one.target] for one in assignments]
-    return {target.id for target in chain(*targets) if isinstance(target, ast.Name)}
+    return {name.id for name in names if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)}
 
 
-def execute(
-    source: Path,
-    output: Path,
-    parameters: dict,
-    progress_bar: bool = True,
-    stoppable: Callable[[], AbstractContextManager] = nullcontext,
-) -> dict[str, Any]:
+def execute(source: Path, output: Path, parameters: dict[str, Any]) -> dict[str, Any]:
     """Execute `source` with those parameters that it declares, in its own folder; leave it in `output`.
 
-    A notebook that declares `live` gets False: no sliders where nobody can move them. It is executed inside
-    `stoppable()`, the one place where Ctrl-C takes effect.
+    A notebook that declares `live` gets False: no sliders where nobody can move them.
 
-    Returns a JSON-ready record: notebook, title, status ("ok", "failed", "died": its kernel was killed,
-    "interrupted": Ctrl-C), seconds, peak_mb of its largest process, parameters, error (None, or the cell,
-    heading, line and message of what failed) and what `collect` finds in its outputs. Never raises for what
-    happens inside the notebook; OSError where `output` cannot be written.
+    Returns a JSON-ready record: notebook, title, status ("ok", "failed", "died": its kernel was killed),
+    seconds, peak_mb of its largest process, parameters, error (None, or the cell, heading, line and message
+    of what failed) and what `collect` finds in its outputs. Never raises for what happens inside the
+    notebook; OSError where `output` cannot be written.
     """
     output.parent.mkdir(parents=True, exist_ok=True)
     known = declared_parameters(source)
     parameters = {name: value for name, value in ({"live": False} | parameters).items() if name in known}
     at: dict[str, Any] = {"index": 0}
     status, message, started = "ok", "", time.monotonic()
-    encryption = "auto" if zmq.has("curve") else "disabled"
     memory = PeakMemory()
     memory.start()
     try:
-        with stoppable():
-            papermill.execute_notebook(
-                str(source).replace("{", "{{").replace("}", "}}"),  # it would fill braces in
-                None,  # written below, whole
-                parameters,
-                cwd=source.parent,
-                progress_bar={"desc": source.stem} if progress_bar else False,
-                start_timeout=CELL_SECONDS,
-                # Of a cell: a reply that never comes must not hold up a batch.
-                execution_timeout=CELL_SECONDS,
-                iopub_timeout=CELL_SECONDS,  # the default, 4 s, is too short on a busy machine
-                shutdown_kernel="immediate",  # else a busy kernel keeps Ctrl-C waiting
-                extra_arguments=END_WITH_PARENT,
-                on_notebook_start=lambda notebook: at.update(notebook=notebook),
-                on_cell_executed=lambda **_: memory.look(),
-                on_cell_start=lambda cell, cell_index: at.update(index=cell_index),
-                config=Config(KernelManager={"transport_encryption": encryption}),
-            )
+        papermill.execute_notebook(
+            str(source).replace("{", "{{").replace("}", "}}"),  # it would fill braces in
+            None,  # written below, whole
+            parameters,
+            cwd=source.parent,
+            progress_bar=False,
+            start_timeout=CELL_SECONDS,
+            execution_timeout=CELL_SECONDS,  # of a cell: a reply that never comes must not hold up a batch
+            iopub_timeout=CELL_SECONDS,  # the default, 4 s, is too short on a busy machine
+            shutdown_kernel="immediate",
+            extra_arguments=END_WITH_PARENT,
+            on_notebook_start=lambda notebook: at.update(notebook=notebook),
+            on_cell_start=lambda cell, cell_index: at.update(index=cell_index),
+            on_cell_executed=lambda **_: memory.look(),
+            config=Config(KernelManager={"transport_encryption": "auto" if zmq.has("curve") else "disabled"}),
+        )
     except papermill.PapermillExecutionError as error:
         status, message = "failed", f"{error.ename}: {error.evalue}"
         at["index"] = error.cell_index
     except DeadKernelError:
         status, message = "died", "the kernel was killed (out of memory?) or crashed"
-    except KeyboardInterrupt:
-        status, message = "interrupted", "stopped by Ctrl-C"
     except Exception as error:  # a kernel that does not start
         status, message = "failed", f"{type(error).__name__}: {error}"
     finally:
-        seconds = time.monotonic() - started
-        peak_mb = memory.stop()
+        seconds = round(time.monotonic() - started, 1)
+        peak = memory.stop()
 
     # The one in memory: a file keeps no order of columns in a table.
     executed = at.get("notebook") or nbformat.read(source, as_version=4)
     write_whole(output, nbformat.writes(executed))
-    found = collect(executed)
     lost = missing_figure(executed) if status == "ok" else None
     if lost:
         status, (at["index"], message) = "failed", lost
-    return {
-        "notebook": source.stem,
-        "title": [*_headings(executed.cells), source.stem][0],
-        "status": status,
-        "seconds": round(seconds, 1),
-        "peak_mb": peak_mb,
-        "parameters": parameters,
-        "error": None if status == "ok" else {**_name_cell(executed, at["index"]), "message": message},
-        **found,
-    }
+    error = None if status == "ok" else name_cell(executed, at["index"]) | {"message": message}
+    title = [*headings(executed.cells), source.stem][0]
+    record = {"notebook": source.stem, "title": title, "status": status, "seconds": seconds, "peak_mb": peak}
+    return record | {"parameters": parameters, "error": error} | collect(executed)
 
 
 def collect(notebook: nbformat.NotebookNode) -> dict[str, list]:
     """What the outputs hold: `figures` (name, alt, evidence, base64 png), published `results`, `claims`."""
-    figures, results, claims = [], [], []
-    for cell in notebook.cells:
-        for output in cell.get("outputs", []):
-            data = output.get("data", {})
-            if _has_picture(output):
-                about = output.metadata.get("image/png", {})
-                name = re.sub(r"[^\w.-]+", "_", about.get("name") or f"figure_{len(figures) + 1}")[:60]
-                while name in (figure["name"] for figure in figures):
-                    name += f"_{len(figures) + 1}"
-                figure = {"name": name, "alt": about.get("alt", ""), "evidence": about.get("evidence", "")}
-                figures.append(figure | {"png": data["image/png"]})
-            if RESULT_MIME in data:
-                results.append(data[RESULT_MIME])
-            if output.output_type == "stream" and output.name == "stdout":
-                lines = output.text.splitlines()
-                claims += [line.removeprefix(CLAIM_MARK) for line in lines if line.startswith(CLAIM_MARK)]
-    return {"figures": figures, "results": results, "claims": claims}
+    figures, results, claims = {}, [], []
+    for output in chain.from_iterable(cell.get("outputs", []) for cell in notebook.cells):
+        data = output.get("data", {})
+        if has_picture(output):
+            about = output.metadata.get("image/png", {})
+            name = re.sub(r"[^\w.-]+", "_", about.get("name", "figure"))[:60]
+            if name in figures:
+                name += f"_{len(figures) + 1}"
+            figure = {"name": name, "alt": about.get("alt", ""), "evidence": about.get("evidence", "")}
+            figures[name] = figure | {"png": data["image/png"]}
+        if RESULT_MIME in data:
+            results.append(data[RESULT_MIME])
+        if output.output_type == "stream" and output.name == "stdout":
+            claims += re.findall(f"^{CLAIM_MARK}(.*)", output.text, re.M)
+    return {"figures": list(figures.values()), "results": results, "claims": claims}
 
 
 def missing_figure(notebook: nbformat.NotebookNode) -> tuple[int, str] | None:
@@ -213,25 +185,15 @@ def missing_figure(notebook: nbformat.NotebookNode) -> tuple[int, str] | None:
     A figure gets lost without an error where matplotlib's backend is set from outside, or IPython to SVG.
     """
     for index, cell in enumerate(notebook.cells):
-        outputs = cell.get("outputs", [])
-        pictures = sum(map(_has_picture, outputs))
-        shown = len(SHOWS.findall(cell.source)) if cell.cell_type == "code" else 0
-        expected = max(shown, sum(map(_tells_of_picture, outputs)))
-        if pictures < expected:
-            return index, f"expected {expected} figures as PNG in the outputs of this cell, found {pictures}"
+        if cell.cell_type == "code":
+            expected, found = len(SHOWS.findall(cell.source)), sum(map(has_picture, cell.outputs))
+            if found < expected:
+                return index, f"expected {expected} figures as PNG in the outputs of this cell, found {found}"
     return None
 
 
-def _tells_of_picture(output: nbformat.NotebookNode) -> bool:
-    text = output.get("data", {}).get("text/plain", "")
-    return "image/png" in output.get("metadata", {}) or text.startswith("<Figure size ")
-
-
-def _has_picture(output: nbformat.NotebookNode) -> bool:
-    try:
-        return base64.b64decode(output.get("data", {}).get("image/png", "")).startswith(b"\x89PNG")
-    except binascii.Error:
-        return False
+def has_picture(output: nbformat.NotebookNode) -> bool:
+    return output.get("data", {}).get("image/png", "").startswith(PNG_START)
 
 
 def describe(error: dict[str, str]) -> str:
@@ -240,17 +202,17 @@ def describe(error: dict[str, str]) -> str:
     return f"{error['cell']}{heading} ({error['line']}): {plain(error['message'])[:300]}"
 
 
-def _name_cell(notebook: nbformat.NotebookNode, index: int) -> dict[str, str]:
+def name_cell(notebook: nbformat.NotebookNode, index: int) -> dict[str, str]:
     cells = [cell for cell in notebook.cells if ERROR_MARKER_TAG not in cell.metadata.get("tags", [])]
     code = [cell for cell in cells[: index + 1] if cell.cell_type == "code"]
     lines = [line.strip() for line in code[-1].source.splitlines()] if code else []
     return {
         "cell": f"In [{code[-1].execution_count or len(code)}]" if code else "no cell",
-        "heading": ["", *_headings(cells[: index + 1])][-1],
+        "heading": ["", *headings(cells[: index + 1])][-1],
         "line": next((line for line in lines if line and line[0] != "#"), ""),
     }
 
 
-def _headings(cells: list[nbformat.NotebookNode]) -> list[str]:
+def headings(cells: list[nbformat.NotebookNode]) -> list[str]:
     prose = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
     return re.findall(r"^#+ +(.*\S)", prose, re.M)

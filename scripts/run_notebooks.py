@@ -1,4 +1,4 @@
-"""Executes the numbered notebooks, one after the other, and leaves a report; behind run_all.sh."""
+"""Executes the numbered notebooks and leaves a report; behind run_all.sh."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,11 @@ from urllib.parse import quote, unquote
 from command_line import (
     ROOT,
     OneLineParser,
-    Stop,
     parse_value,
     plain,
-    prepare_process,
     resolve_paths,
+    run_here,
+    run_main,
     write_json,
     write_whole,
 )
@@ -49,7 +49,11 @@ def make_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(prog="run_all.sh", description=about, allow_abbrev=False)
     add, repeated = parser.add_argument, {"action": "append", "default": []}
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    add("--quick", action="store_true", help="fewer samples: a check rather than a measurement")
+    add(
+        "--quick",
+        action="store_true",
+        help="fewer samples, two notebooks at a time: a check",
+    )
     add("--only", metavar="NN", **repeated, help="this notebook; may be repeated")
     about = "a parameter of the notebooks that declare it; may be repeated"
     add("-p", dest="parameters", nargs=2, metavar=("NAME", "VALUE"), **repeated, help=about)
@@ -63,8 +67,6 @@ def choose_notebooks(folder: Path, only: list[str], parser: argparse.ArgumentPar
     if not notebooks:
         parser.error(f"no numbered notebooks in {folder}")
     numbers = [path.name[:2] for path in notebooks]
-    for number in sorted({number for number in numbers if numbers.count(number) > 1}):
-        parser.error(f"two notebooks in {folder} have the number {number}")
     wanted = {number.zfill(2) for number in only} or set(numbers)
     for number in sorted(wanted - set(numbers)):
         parser.error(f"--only: expected one of {', '.join(numbers)}, got {number}")
@@ -97,22 +99,16 @@ def choose_machine(device: str, parser: OneLineParser) -> dict[str, str]:
 
 
 def make_run_folder(output: Path | None, started: datetime.datetime, parser: OneLineParser) -> Path:
-    """A folder for this run alone, also when another one starts in the same second."""
-    stamp, number = started.strftime("%Y-%m-%dT%H-%M-%SZ"), 1
-    run = output.absolute() if output else ROOT / "runs" / stamp
-    while True:
-        try:
-            if run.exists() and (not run.is_dir() or any(run.iterdir())):
-                raise FileExistsError
-            (run / "notebooks").mkdir(parents=True)  # of two runs only one succeeds
-            return run
-        except FileExistsError:
-            if output:
-                parser.error(f"--output: expected a new or empty folder, {run} is not")
-        except OSError as error:
-            parser.error(f"--output: {error}")
-        number += 1
-        run = ROOT / "runs" / f"{stamp}-{number}"
+    """A folder with a folder notebooks in it, for this run alone."""
+    run = (output or ROOT / "runs" / started.strftime("%Y-%m-%dT%H-%M-%SZ")).absolute()
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        if any(run.iterdir()):
+            parser.error(f"--output: expected a new or empty folder, {run} is not")
+        (run / "notebooks").mkdir()
+    except OSError as error:
+        parser.error(f"--output: {error}")
+    return run
 
 
 def keep_files(record: dict[str, Any], source: Path, run: Path, stems: set[str]) -> None:
@@ -123,10 +119,9 @@ def keep_files(record: dict[str, Any], source: Path, run: Path, stems: set[str])
     from nbconvert import HTMLExporter
 
     executed = run / "notebooks" / source.name
-
+    (run / "figures").mkdir(exist_ok=True)
     for figure in record["figures"]:
         figure["file"] = f"figures/{record['notebook'][:2]}_{figure['name']}.png"
-        (run / figure["file"]).parent.mkdir(exist_ok=True)
         write_whole(run / figure["file"], base64.b64decode(figure.pop("png")))
     html, _ = HTMLExporter(raw_template=FOLDED).from_filename(str(executed))
     write_whole(executed.with_suffix(".html"), lead_links(html, source, executed.parent, stems))
@@ -162,7 +157,9 @@ def write_glossary(source: Path, page: Path) -> None:
     write_whole(page, re.sub(r'(<h\d id=")([^"]*)', anchor, html))
 
 
-def print_table(records: list[dict[str, Any]], describe: Callable[[dict], str], limit_mb: int) -> None:
+def print_table(records: list[dict[str, Any]], limit_mb: int) -> None:
+    from execute_notebook import describe
+
     width = max(len(record["notebook"]) for record in records)
     print(f"\n{'notebook':<{width}}  {'result':<11}     time  peak memory")
     for record in records:
@@ -173,88 +170,83 @@ def print_table(records: list[dict[str, Any]], describe: Callable[[dict], str], 
             print(f"{'':<{width}}  {describe(record['error'])}")
 
 
-def run_all(notebooks: list[Path], summary: dict[str, Any], run: Path, stop: Stop) -> str | None:
-    """Execute the notebooks one after the other; what is done so far lies in the run's folder at any time.
+def run_all(notebooks: list[Path], summary: dict[str, Any], run: Path) -> str:
+    """Execute the notebooks; what is done so far lies in the run's folder at any time.
 
-    Returns None, or why the rest is not done: "interrupted", or which file could not be written.
+    A quick run, a check rather than a measurement, executes two at a time. While one is written as HTML
+    here, the next one's kernel starts.
+
+    Returns "", or why the rest is not done: "interrupted", or which file could not be written.
     """
     import report
     from execute_notebook import execute
+    from tqdm import tqdm
 
-    records, clock = summary["notebooks"], time.monotonic()
-    stems = {source.stem for source in notebooks}
+    sources = {source.stem: source for source in notebooks}
+    tasks = [(source, run / "notebooks" / source.name, summary["parameters"]) for source in notebooks]
+    clock = time.monotonic()
 
     def save() -> None:
-        ended = [record for record in records if record["status"] != "interrupted"]
-        summary["complete"] = len(ended) == len(notebooks)
+        summary["notebooks"].sort(key=lambda record: record["notebook"])
+        summary["complete"] = len(summary["notebooks"]) == len(notebooks)
         summary["seconds"] = round(time.monotonic() - clock, 1)
         write_json(run / "summary.json", summary)
         report.write(run)
 
-    for number, source in enumerate(notebooks):
-        executed = run / "notebooks" / source.name
-        try:
-            save()
-            glossary = source.with_name("glossary.md")
-            if number == 0 and glossary.exists():
-                write_glossary(glossary, run / "notebooks" / "glossary.html")
-            record = execute(source, executed, summary["parameters"], stoppable=stop.allowed)
-            keep_files(record, source, run, stems)
-            records.append(record)
-            save()
-        except (OSError, MemoryError) as error:
-            del records[number:]
-            figures = run.glob(f"figures/{source.name[:2]}_*")
-            for path in (executed, executed.with_suffix(".html"), *figures):
-                path.unlink(missing_ok=True)
-            with suppress(OSError, MemoryError):  # there may be room now
-                save()
-            return f"stopped: {type(error).__name__}: {error}"
-        if stop.asked and not summary["complete"]:
-            return "interrupted"
-    return None
+    def done(record: dict[str, Any]) -> None:
+        keep_files(record, sources[record["notebook"]], run, set(sources))
+        summary["notebooks"].append(record)
+        save()
+        bar.set_postfix_str(f"{record['notebook']} {record['status']}")
+        bar.update()
+
+    bar = tqdm(total=len(notebooks), unit="notebook")
+    why = ""
+    try:
+        if (glossary := notebooks[0].with_name("glossary.md")).exists():
+            write_glossary(glossary, run / "notebooks" / "glossary.html")
+        save()
+        run_here(execute, tasks, 2 if summary["parameters"]["quick"] else 1, done)
+    except KeyboardInterrupt:
+        why = "interrupted"
+    except (OSError, BrokenProcessPool) as error:  # a full disk; a process that was killed
+        why = f"stopped: {type(error).__name__}: {error}"
+    with suppress(OSError):  # a full disk, or nobody who reads what is said
+        save()
+        bar.close()
+    return why
 
 
 def main() -> int:
-    stop = prepare_process()
     parser = make_parser()
     options = parser.parse_args()
-    foreign = os.environ.get("PYTHONPATH")
+    from execute_notebook import PEAK_LIMIT_MB, declared_parameters  # only now: --help needs no environment
+
+    notebooks = choose_notebooks(options.notebooks.absolute(), options.only, parser)
     try:
-        with stop.allowed():
-            from execute_notebook import PEAK_LIMIT_MB, declared_parameters, describe
+        known = set().union(*map(declared_parameters, notebooks))
+    except ValueError as error:
+        parser.error(str(error))
+    extra = parse_parameters(options.parameters, known, parser)
+    machine = choose_machine(options.device, parser)
+    started = datetime.datetime.now(datetime.UTC).replace(microsecond=0)
+    run = make_run_folder(options.output, started, parser)
 
-            notebooks = choose_notebooks(options.notebooks.absolute(), options.only, parser)
-            try:
-                known = set().union(*map(declared_parameters, notebooks))
-            except ValueError as error:
-                parser.error(str(error))
-            extra = parse_parameters(options.parameters, known, parser)
-            machine = choose_machine(options.device, parser)
-            started = datetime.datetime.now(datetime.UTC).replace(microsecond=0)
-            run = make_run_folder(options.output, started, parser)
-    except KeyboardInterrupt:
-        print("\ninterrupted before the first notebook", file=sys.stderr)
-        return 130
-
-    parameters = {"device": machine["device"], "quick": options.quick} | extra
     summary: dict[str, Any] = {"started": started.isoformat(), "seconds": 0.0, "complete": False}
-    summary |= {"machine": machine, "parameters": parameters, "peak_limit_mb": PEAK_LIMIT_MB, "notebooks": []}
+    summary |= {"machine": machine, "peak_limit_mb": PEAK_LIMIT_MB, "notebooks": []}
+    summary["parameters"] = {"device": machine["device"], "quick": options.quick} | extra
     about = f"{plain(machine['name'])}, torch {machine['torch']}, into {plain(run)}"
     print(f"{len(notebooks)} notebooks on {about}", flush=True)
-    if foreign and foreign != os.environ["PYTHONPATH"]:
-        print("PYTHONPATH is left out; packages of your own belong into the environment", file=sys.stderr)
 
-    unfinished = run_all(notebooks, summary, run, stop)
+    why = run_all(notebooks, summary, run)
     if summary["notebooks"]:
-        print_table(summary["notebooks"], describe, PEAK_LIMIT_MB)
+        print_table(summary["notebooks"], PEAK_LIMIT_MB)
     page = plain(os.path.relpath(run / "report.html"))
-    if unfinished:
-        print(f"\n{plain(unfinished)}; what was finished is in {page}")
-        return 130 if stop.asked else 1
-    print(f"\n{page}")
-    return int(any(record["status"] != "ok" for record in summary["notebooks"]))
+    print(f"\n{plain(why)}; what was finished is in {page}" if why else f"\n{page}")
+    if why == "interrupted":
+        return 130
+    return int(bool(why) or any(record["error"] for record in summary["notebooks"]))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

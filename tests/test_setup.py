@@ -1,6 +1,7 @@
 """The set-up, on a copy of the project with one pin, under stand-ins for what is on a machine's PATH.
 
-Nothing is downloaded: environments that the stand-in for Python makes see the packages of this one.
+Nothing is downloaded: environments that the stand-in for Python makes see the packages of this one, and their
+pip installs nothing.
 """
 
 import os
@@ -12,14 +13,17 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from tiny_notebooks import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON = os.path.realpath(sys.executable)
+PIP = "import sys; sys.exit('pip==0.1' in open(sys.argv[-1]).read())"  # which nobody has
 MAKE = f"""make() {{
   '{PYTHON}' -m venv --without-pip "$1"
   for packages in "$1"/lib/python*/site-packages; do
     echo '{sysconfig.get_paths()["purelib"]}' >"$packages/of_this_one.pth"
+    mkdir "$packages/pip"
+    echo >"$packages/pip/__init__.py"
+    echo "{PIP}" >"$packages/pip/__main__.py"
   done
 }}
 """
@@ -27,22 +31,22 @@ GOOD_PYTHON = MAKE + f'if [[ "$1 $2" == "-m venv" ]]; then make "$3"; else exec 
 NO_PIP = f"mkdir -p .venv/bin; ln -s '{PYTHON}' .venv/bin/python"  # as Ctrl-C leaves it, or no ensurepip
 NO_VENV = f'if [[ "$1 $2" == "-m venv" ]]; then {NO_PIP}; exit 1; else exec \'{PYTHON}\' "$@"; fi'
 MICROMAMBA = MAKE + '[[ "$*" == "create -y -p $PWD/.venv -c conda-forge python=3.11 pip" ]] && make "$4"'
+SETUPTOOLS = f"setuptools=={version('setuptools')}"
 
 
 @pytest.fixture
 def project(tmp_path):
     """A checkout whose path has blanks and Chinese in it; tools/ beside it is the PATH."""
     folder = tmp_path / "工 作" / "project"
-    for name in ("scripts/setup_environment.sh", "pyproject.toml"):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, folder / name)
-    (folder / "lib").mkdir()
+    for name in ("scripts", "lib", "../tools"):
+        (folder / name).mkdir(parents=True)
+    shutil.copy(ROOT / "scripts" / "setup_environment.sh", folder / "scripts")
+    shutil.copy(ROOT / "pyproject.toml", folder)
     (folder / "lib" / "__init__.py").touch()
-    (folder.parent / "tools").mkdir()
     for name in ("bash", "sed", "dirname", "readlink", "env", "rm", "mv", "mkdir", "ln", "flock"):
         if shutil.which(name):  # a Mac has no flock
             (folder.parent / "tools" / name).symlink_to(shutil.which(name))
-    pin(folder, f"setuptools=={version('setuptools')}")
+    pin(folder, SETUPTOOLS)
     put_tool(folder, "python3", GOOD_PYTHON)
     return folder
 
@@ -59,24 +63,20 @@ def put_tool(project: Path, name: str, script: str) -> None:
     tool.chmod(0o755)
 
 
-def start(project: Path, **environment: str) -> subprocess.Popen:
-    clean = {"PATH": str(project.parent / "tools"), "HOME": str(project), "PIP_NO_INDEX": "1", "LC_ALL": "C"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "encoding": "utf-8"}
-    return subprocess.Popen([project / "scripts/setup_environment.sh"], env=clean | environment, **pipes)
-
-
 def set_up(project: Path, **environment: str) -> tuple[int, str, str]:
-    run = start(project, **environment)
-    out, err = run.communicate(timeout=PATIENCE_S)
-    return run.returncode, out, err
+    clean = {"PATH": str(project.parent / "tools"), "HOME": str(project), "PIP_NO_INDEX": "1", "LC_ALL": "C"}
+    command = [project / "scripts/setup_environment.sh"]
+    done = subprocess.run(command, env=clean | environment, capture_output=True, encoding="utf-8")
+    return done.returncode, done.stdout, done.stderr
 
 
-def assert_made(project: Path, done: tuple[int, str, str]) -> None:
-    """An environment was made; it finds lib from anywhere and is used without a word from now on."""
-    code, out, err = done
+def assert_made(project: Path) -> str:
+    """An environment is made; it finds lib from anywhere and is used without a word from now on."""
+    code, out, err = set_up(project)
     assert code == 0 and out == f"{project}/.venv/bin/python\n" and "Creating .venv" in err, err
     assert_finds_lib(project, PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")  # Chinese in the path, yet no UTF-8
     assert set_up(project) == (0, out, "")
+    return err
 
 
 def assert_finds_lib(project: Path, **environment: str) -> None:
@@ -88,64 +88,42 @@ def assert_finds_lib(project: Path, **environment: str) -> None:
     assert found.strip() == ascii(bytes(project / "lib" / "__init__.py"))
 
 
-def test_it_is_made_once_and_anew_when_pins_python_or_place_change(project):
-    assert_made(project, set_up(project))
-    stamp = project / ".venv" / "workbench-stamp"
-    stamp.write_text(stamp.read_text(encoding="utf-8").replace("(3, ", "(2, "), encoding="utf-8")
-    assert_made(project, set_up(project))
-    pin(project, f"setuptools=={version('setuptools')}", f"pip=={version('pip')}")
-    assert_made(project, set_up(project))
-    moved = project.rename(project.with_name("moved"))
-    assert_made(moved, set_up(moved))
+def test_it_is_made_once_and_anew_when_it_is_not_whole_or_pins_or_place_change(project):
+    subprocess.run(["bash", "-c", NO_PIP], cwd=project, check=True)
+    assert_made(project)
+    pin(project, SETUPTOOLS, f"pip=={version('pip')}")
+    assert_made(project)
+    assert_made(project.rename(project.with_name("moved")))
 
 
 def test_pip_puts_lib_on_the_path_of_another_environment(project):
-    subprocess.run([project.parent / "tools" / "python3", "-m", "venv", ".venv"], cwd=project, check=True)
+    subprocess.run([PYTHON, "-m", "venv", "--without-pip", ".venv"], cwd=project, check=True)
+    [packages] = (project / ".venv" / "lib").glob("python*/site-packages")
+    (packages / "of_this_one.pth").write_text(sysconfig.get_paths()["purelib"], encoding="utf-8")
     pip = [".venv/bin/python", "-m", "pip", "install", "--no-index", "--no-build-isolation"]
     subprocess.run([*pip, "--no-deps", "--quiet", "--editable", "."], cwd=project, check=True)
     # In plain C Python would not even start: pip writes the path, Chinese and all, into a file that it reads.
     assert_finds_lib(project, LC_ALL="C.UTF-8")
 
 
-def test_one_that_was_interrupted_is_made_anew(project):
-    subprocess.run(["bash", "-c", NO_PIP], cwd=project, check=True)
-    assert_made(project, set_up(project))
-
-
-def test_without_python3_venv_it_says_so_each_time_and_works_once_that_is_there(project):
-    put_tool(project, "python3", NO_VENV)
-    for _ in range(2):
+def test_without_what_makes_environments_it_says_so_and_works_once_that_is_there(project):
+    for python, said in {
+        "exit 1": "error: Python 3.11 or newer was not found",  # an older one: the version check fails
+        NO_VENV: "error: python3 cannot make a virtual environment",
+    }.items():
+        put_tool(project, "python3", python)
         code, out, err = set_up(project)
-        assert code == 1 and out == "" and "error: python3 cannot make a virtual environment" in err
-        assert not (project / ".venv").exists()
+        assert code == 1 and out == "" and said in err and not (project / ".venv").exists()
     put_tool(project, "python3", GOOD_PYTHON)
-    assert_made(project, set_up(project))
-
-
-def test_two_first_runs_at_once_make_one_environment(project):
-    runs = [start(project) for _ in range(2)]
-    told = [run.communicate(timeout=PATIENCE_S) for run in runs]
-    assert [run.returncode for run in runs] == [0, 0]
-    assert {out for out, _ in told} == {f"{project}/.venv/bin/python\n"}
-    assert sum("Creating .venv" in err for _, err in told) == 1
+    assert_made(project)
 
 
 def test_conda_makes_it_where_it_is_on_the_path_and_python_where_conda_cannot(project):
     put_tool(project, "micromamba", MICROMAMBA)
-    done = set_up(project)
-    assert_made(project, done)
-    assert "with micromamba" in done[2]
+    assert "with micromamba" in assert_made(project)
     shutil.rmtree(project / ".venv")
     put_tool(project, "micromamba", "exit 1")
-    done = set_up(project)
-    assert_made(project, done)
-    assert "micromamba could not create it" in done[2]
-
-
-def test_without_a_python_that_is_new_enough_the_message_says_what_is_needed(project):
-    put_tool(project, "python3", "exit 1")  # an older one: the version check fails
-    code, out, err = set_up(project)
-    assert code == 1 and out == "" and "error: Python 3.11 or newer was not found" in err and "conda" in err
+    assert "micromamba could not create it" in assert_made(project)
 
 
 def test_an_active_environment_that_has_the_pins_is_used_as_it_is(project):
@@ -155,6 +133,6 @@ def test_an_active_environment_that_has_the_pins_is_used_as_it_is(project):
         (modules / name / "__init__.py").write_text("raise SystemExit('not ours')", encoding="utf-8")
     hostile = {"PYTHONPATH": str(modules), "PYTHONOPTIMIZE": "1", "VIRTUAL_ENV": sys.prefix}
     assert set_up(project, **hostile) == (0, f"{sys.prefix}/bin/python\n", "")
-    pin(project, f"setuptools=={version('setuptools')}", "pip==0.1  # which nobody has")
+    pin(project, SETUPTOOLS, "pip==0.1")
     code, _, err = set_up(project, **hostile)
     assert code == 1 and "Creating .venv" in err and "error: pip could not install" in err

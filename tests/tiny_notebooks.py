@@ -1,5 +1,6 @@
 """Small notebooks for the tests of the batch scripts: no torch, so a kernel starts within a second."""
 
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,16 +25,21 @@ display({{"image/png": png, "text/plain": "dot"}}, raw=True, metadata={{"image/p
 
 
 def write_notebook(
-    path: Path, *cells: str, parameters: str = 'device = "auto"\nquick = False\nsize = 3'
+    path: Path, *cells: str, parameters: str = 'device = "auto"\nquick = False\nsize = 3', tags: tuple = ()
 ) -> Path:
     """A notebook titled like its file: a parameters cell, then the cells; one that starts with # is prose."""
-    tagged = new_code_cell(parameters, metadata={"tags": ["parameters"]})
+    tagged = new_code_cell(parameters, metadata={"tags": ["parameters", *tags]})
     rest = [new_markdown_cell(c) if c.startswith("#") else new_code_cell(c) for c in cells]
     notebook = new_notebook(cells=[new_markdown_cell(f"# {path.stem}"), tagged, *rest])
     notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
     path.parent.mkdir(parents=True, exist_ok=True)
     nbformat.write(notebook, path)
     return path
+
+
+def hear_ctrl_c() -> None:
+    """For preexec_fn: a test run in the background of a shell hands on that SIGINT is ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def wait_for(condition: Callable[[], object]) -> None:
