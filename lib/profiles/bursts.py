@@ -185,10 +185,12 @@ def between(trace: pd.DataFrame, start_us: float, end_us: float) -> pd.DataFrame
 
 
 def lanes(trace: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """The tracks of a trace for a plot: "stream 7 · recorded" -> events."""
+    """The tracks of a trace for a plot: "stream 7 · recorded" -> events; a lone host thread is "host"."""
     evidence = trace.attrs.get("evidence", "recorded")
     tracks = trace.groupby("track", observed=True)
-    return {f"{track} · {evidence}": events for track, events in tracks}
+    threads = [track for track, _ in tracks if track.startswith("host")]
+    names = dict.fromkeys(threads, "host") if len(threads) == 1 else {}
+    return {f"{names.get(track, track)} · {evidence}": events for track, events in tracks}
 
 
 def findings(trace: pd.DataFrame, bursts: pd.DataFrame, device: str = "") -> list[str]:
