@@ -240,23 +240,25 @@ def compare(
     config: EagleConfig, batch_size: int, captured: int, args: argparse.Namespace
 ) -> dict[str, Timing]:
     """Host time of a step by row, in the grad mode that is set."""
-    steps = {}
-    for name, row in ROWS.items():
-        replays, batches = [], []
-        for table, (_, batch_class) in RUNNERS.items():
-            replays.append(row(Section(table, config, batch_size, captured, args.device)))
-            batches.append([batch_class.random(config, batch_size, seed, args.device) for seed in range(16)])
-        steps[name] = step_of(*replays, itertools.cycle(zip(*batches)))
+    steps = {name: step(name, config, batch_size, captured, args.device) for name in ROWS}
     return measure(steps, args.rounds, args.calls, device=args.device)
 
 
-def step_of(draft: Replay, draft_extend: Replay, batches: itertools.cycle) -> Callable[[], None]:
-    def step() -> None:
-        draft_batch, draft_extend_batch = next(batches)
+def step(row: str, config: EagleConfig, batch_size: int, captured: int, device: str) -> Callable[[], None]:
+    """Both replays of a row of ROWS; each call takes the next of 16 batches."""
+    replays, batches = [], []
+    for table, (_, batch_class) in RUNNERS.items():
+        replays.append(ROWS[row](Section(table, config, batch_size, captured, device)))
+        batches.append([batch_class.random(config, batch_size, seed, device) for seed in range(16)])
+    draft, draft_extend = replays
+    each = itertools.cycle(zip(*batches))
+
+    def run_step() -> None:
+        draft_batch, draft_extend_batch = next(each)
         draft(draft_batch)
         draft_extend(draft_extend_batch)
 
-    return step
+    return run_step
 
 
 def host_ratio(timings: dict[str, Timing], name: str, base: str) -> float:

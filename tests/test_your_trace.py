@@ -41,7 +41,7 @@ def read(monkeypatch, capsys):
         ),
         (
             "flux_foreach_slow_mi300x.pt.trace.json.gz",
-            ["because dtypes mix", "no held-out error", "no claim"],
+            ["because dtypes mix", "assumed, not in the trace", "no claim"],
         ),
         ("nsys_h100_2gpu.sqlite.gz", ["450 copies come from the host", "nothing to group"]),
     ],

@@ -185,10 +185,16 @@ def between(trace: pd.DataFrame, start_us: float, end_us: float) -> pd.DataFrame
 
 
 def lanes(trace: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """The tracks of a trace for a plot: "stream 7 · recorded" -> events."""
+    """The tracks of a trace for a plot: "stream 7 · recorded" -> events; a lone host thread is "host"."""
     evidence = trace.attrs.get("evidence", "recorded")
-    tracks = trace.groupby("track", observed=True)
-    return {f"{track} · {evidence}": events for track, events in tracks}
+    threads = trace.track[trace.stream < 0].unique()
+    drawn = {}
+    for track, events in trace.groupby("track", observed=True):
+        name = track
+        if len(threads) == 1 and track in threads:
+            name = "host"
+        drawn[f"{name} · {evidence}"] = events
+    return drawn
 
 
 def findings(trace: pd.DataFrame, bursts: pd.DataFrame, device: str = "") -> list[str]:
