@@ -111,7 +111,7 @@ class StepCopies:
         """What is copied on the device, a row a field."""
         rows = []
         for runner, batch in self.halves:
-            for name, source in runner.buffers.given(batch).items():
+            for name, source in runner.buffers.given(batch, batch.batch_size).items():
                 dtype = runner.buffers.tensors[name].dtype
                 dtypes = str(dtype)[6:], str(source.dtype)[6:]
                 size = source.numel() * dtype.itemsize
