@@ -40,7 +40,7 @@ from lib.eagle.fields import Batch
 from lib.eagle.runners import InputBuffers
 from lib.strategies import ROUTES
 from lib.workbench.evidence import device_name, label
-from lib.workbench.timing import Timing, measure, quartiles
+from lib.workbench.timing import Timing, measure, spread
 
 Replay = Callable[[Batch], object]
 RUNNERS = {
@@ -284,9 +284,9 @@ def verdicts(timings: dict[str, Timing], padded: bool, grad: bool) -> list[dict]
 
 def report(timings: dict[str, Timing], found: list[dict]) -> None:
     for name, timing in timings.items():
-        low, high = quartiles(timing.host_us)
+        middle = spread(timing.host_us)
         share = "" if name in (LARGE, SMALL) else f"{host_ratio(timings, name, JUNE):.2f}"
-        print(f"  {name:34} {timing.median_us:7.2f} us ({low:.2f} to {high:.2f})  {share}")
+        print(f"  {name:34} {timing.median_us:7.2f} us ({middle.low:.2f} to {middle.high:.2f})  {share}")
     for each in found:
         said = "ok" if each["met"] else "ABOVE"
         print(f"    {each['row']} / {each['of']}: {each['ratio']:.2f}, limit {each['limit']:.2f} {said}")
@@ -322,10 +322,10 @@ def main() -> int:
         mode = "grad mode" if grad else "no_grad"
         print(f"\n{preset}, {batch_size} requests in a graph for {args.captured}, {mode}")
         report(timings, found)
-        rows = {
-            name: {"median_us": t.median_us, "middle_half_us": quartiles(t.host_us)}
-            for name, t in timings.items()
-        }
+        rows = {}
+        for name, timing in timings.items():
+            middle = spread(timing.host_us)
+            rows[name] = {"median_us": middle.middle, "middle_half_us": (middle.low, middle.high)}
         case = {"preset": preset, "batch_size": batch_size, "captured": args.captured, "grad": grad}
         cases.append(case | {"rows": rows, "limits": found})
     if args.json:

@@ -269,9 +269,9 @@ def record(device: Gpu, out: Path, minutes: float = 8.0, quick: bool = False) ->
 def summary(path: Path) -> str:
     """One screen: a line a way for batch 8 of the first preset, what was left out, what went wrong."""
     recording = load(path)
-    rows = recording.where("steps", batch_size=8, preset="llama3-8b", layout="2026-06")
+    case = "batch_size == 8 and preset == 'llama3-8b' and layout == '2026-06'"
     lines = [recording.label(), f"dma_bytes: {recording.dma_bytes()}"]
-    for row in rows.itertuples():
+    for row in recording.tables["steps"].query(case).itertuples():
         medians = f"host {np.median(row.host_us):.1f} us, GPU {np.median(row.gpu_us):.1f} us"
         lines.append(f"{row.way}: {row.counted}, {medians}")
     lines += [f"skipped: {text[:150]}" for text in recording.meta["skipped"][:10]]

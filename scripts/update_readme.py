@@ -21,7 +21,7 @@ from PIL import Image, PngImagePlugin
 from lib.eagle import EagleConfig
 from lib.profiles import AHEAD, WAITS, DeviceProfile
 from lib.workbench import plots
-from lib.workbench.step import Lanes, StepCopies, graph_times, saving, step_lanes
+from lib.workbench.step import StepCopies, graph_times, saving, step_lanes
 
 FIGURE = ROOT / "data" / "readme_step.png"
 PROFILE = DeviceProfile.load("v100")
@@ -64,7 +64,7 @@ def numbers(name: str) -> str:
     return "\n".join(lines) + f"\n\n<sub>{PROFILE.label()}</sub>\n"
 
 
-def groups() -> dict[str, Lanes]:
+def groups() -> dict[str, dict]:
     """One step as it is, in both regimes, before and after."""
     times = graph_times(CONFIG, PROFILE)
     found = {}

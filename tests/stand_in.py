@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,15 +11,13 @@ import pandas as pd
 from lib.launches import Launch
 from lib.profiles import HOST_KINDS, DeviceProfile, simulate
 from lib.workbench.timing import Timing
+from scripts import record
 
-SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "record.py"
-_spec = importlib.util.spec_from_file_location("record", SCRIPT)
-record = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(record)
+ROOT = Path(__file__).resolve().parents[1]
 
 
 class StandIn(record.Gpu):
-    """Launches what lib/launches.py predicts, but for `quirk`, which may change a launch or make it None.
+    """Launches what lib/launches.py predicts, but for `quirk`, which may change a launch.
 
     fails: what to raise at the n-th call of `measure` or `trace`, by n from 1.
     """
@@ -28,11 +25,7 @@ class StandIn(record.Gpu):
     torch_device = "cpu"
     evidence = "modelled"
 
-    def __init__(
-        self,
-        quirk: Callable[[Launch], Launch | None] = lambda launch: launch,
-        fails: dict[int, BaseException] | None = None,
-    ) -> None:
+    def __init__(self, quirk=lambda launch: launch, fails: dict[int, BaseException] | None = None) -> None:
         self.profile = DeviceProfile.load("v100")
         self.quirk, self.fails, self.calls = quirk, fails or {}, 0
         self.played: dict[tuple, pd.DataFrame] = {}  # one step is played many times
@@ -60,10 +53,8 @@ class StandIn(record.Gpu):
             ends = part.start_us + part.dur_us
             span = part.iloc[:1].assign(name=name, kind="annotation", start_us=0.0, correlation=-1)
             span["dur_us"] = ends[part.kind.isin(HOST_KINDS)].max() if made else 1.0
-            if not made:
-                part = part[:0]
             own = part.correlation.where(part.correlation < 0, part.correlation + 1000 * len(tables))
-            both = pd.concat([span, part.assign(correlation=own)])
+            both = pd.concat([span, part.assign(correlation=own)[: len(part) * bool(made)]])
             tables.append(both.assign(start_us=both.start_us + now))
             now += ends.max() + 50
         table = pd.concat(tables).sort_values("start_us", kind="stable", ignore_index=True)
@@ -74,7 +65,7 @@ class StandIn(record.Gpu):
         return table
 
     def _play(self, launches: Sequence[Launch]) -> pd.DataFrame:
-        made = tuple(launch for launch in map(self.quirk, launches) if launch)
+        made = tuple(map(self.quirk, launches))
         if made not in self.played:  # nothing to play is a moment of something
             self.played[made] = simulate(made or [Launch("fill", 1, 0, "")], self.profile, 300.0)
         return self.played[made]

@@ -159,6 +159,7 @@ def test_everything_that_the_project_imports_is_pinned():
         "scripts",
         "tests",
         "benchmarks",
+        "notebooks",
         *(path.stem for path in modules),
         *sys.stdlib_module_names,
     }

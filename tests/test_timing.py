@@ -1,43 +1,38 @@
 import pytest
 
-from lib.workbench.timing import Timing, measure, quartiles, ratio
+from lib.workbench.step import host_saving
+from lib.workbench.timing import Range, Timing, measure, ratio
 
 
-def busy(n):
-    return lambda: sum(range(n))
-
-
-def test_every_round_gives_each_way_one_sample():
-    seen = []
-    timings = measure({"a": busy(10), "b": busy(10)}, rounds=7, calls=3, on_round=lambda: seen.append(1))
-    assert [len(t.host_us) for t in timings.values()] == [7, 7]
-    assert len(seen) == 7
-    assert all(t.gpu_us == () for t in timings.values())
+def test_rounds_alternate_their_order_and_warm_up_is_left_out():
+    order = []
+    ways = {"a": lambda: order.append("a"), "b": lambda: order.append("b")}
+    timings = measure(ways, rounds=2, calls=1, warmup=1)
+    assert "".join(order) == "ab" + "ba" + "ab"
+    assert [(len(timing.host_us), timing.gpu_us) for timing in timings.values()] == [(2, ()), (2, ())]
 
 
 def test_ten_times_the_work_takes_several_times_as_long():
-    timings = measure({"small": busy(2_000), "large": busy(20_000)}, rounds=15, calls=10)
-    assert ratio(timings["large"], timings["small"]) > 3
+    ways = {n: (lambda n=n: sum(range(n))) for n in (2_000, 20_000)}
+    small, large = measure(ways, rounds=15, calls=10).values()
+    assert ratio(large, small) > 3
 
 
-def test_rounds_alternate_their_order_and_warm_up_comes_first():
-    order = []
-    ways = {"a": lambda: order.append("a"), "b": lambda: order.append("b")}
-    measure(ways, rounds=2, calls=1, warmup=1)
-    assert "".join(order) == "ab" + "ab" + "ba"
-
-
-def test_ratio_is_formed_inside_rounds():
+def test_what_is_compared_is_compared_inside_rounds():
     # A neighbour that slows a whole round tenfold leaves the ratio alone.
     assert ratio(Timing("a", (2.0, 20.0, 2.0)), Timing("b", (1.0, 10.0, 1.0))) == 2.0
+    saved = host_saving(Timing("before", (5.0, 9.0, 7.0)), Timing("after", (4.0, 4.0, 4.0)))
+    assert (saved.middle, saved.low, saved.high) == (3, 2, 4)
 
 
-def test_quartiles_hold_the_middle_half():
-    assert quartiles((1.0, 2.0, 3.0, 4.0, 100.0)) == (2.0, 4.0)
-    assert quartiles((5.0,)) == (5.0, 5.0)
-
-
-@pytest.mark.parametrize("bad", [{"ways": {}}, {"rounds": 0}, {"calls": 0}])
-def test_nothing_to_measure_is_an_error(bad):
-    with pytest.raises(ValueError, match="expected ways, rounds and calls"):
-        measure(**({"ways": {"a": busy(1)}} | bad))
+@pytest.mark.parametrize(
+    ("number", "text", "clear"),
+    [
+        (Range(53.2, 3.42, 79.8), "53 µs (3.4 to 80)", True),
+        (Range(0.25, -0.5, 1, " tokens"), "0.25 tokens (-0.5 to 1)", False),
+        (Range(-11, -34, -0.3), "-11 µs (-34 to -0.3)", True),  # no -0
+        (Range(1130, 974, 1393), "1130 µs (974 to 1393)", True),
+    ],
+)
+def test_a_range_says_so_and_whether_it_is_a_claim(number, text, clear):
+    assert (str(number), number.clear) == (text, clear)

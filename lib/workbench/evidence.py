@@ -1,7 +1,7 @@
 """What kind of number a figure shows, and on what device, so that no two kinds get mixed.
 
-counted: by PyTorch's rules, from shapes and strides. measured: here and now. recorded: on the device that a
-file names. modelled: by the device model, with the profile it names and that profile's error.
+counted: by PyTorch's rules, from shapes. measured: here and now. recorded: on the device that a file names.
+modelled: by the device model, with the profile it names and that profile's error.
 """
 
 from __future__ import annotations
@@ -22,22 +22,14 @@ def device_name(device: str = "cpu") -> str:
     if device.startswith("cuda"):
         return torch.cuda.get_device_name(device)
     cpuinfo = Path("/proc/cpuinfo")
-    text = cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else ""
-    model = re.search(r"model name\s*: (.*)", text)
-    name = model[1].strip() if model else platform.machine()
+    text = cpuinfo.read_text() if cpuinfo.exists() else ""
+    name, *_ = [*re.findall(r"model name\s*: (.*\S)", text), platform.machine()]
     threads = torch.get_num_threads()
-    plural = "s" if threads > 1 else ""
-    return f"{name} ({threads} thread{plural})"
+    return f"{name} ({threads} thread{'s' * (threads > 1)})"
 
 
 def choose_device(device: str = "auto") -> str:
-    """ "cuda" where there is one, else "cpu", for "auto"; the other two as they are.
-
-    Raises:
-        ValueError: for "cuda" without a CUDA or ROCm device, and for a value other than these three.
-    """
-    if device not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"device: expected auto, cpu or cuda, got {device!r}")
+    """ "cpu" or "cuda" as asked for, ValueError without one; "auto": the latter where there is one."""
     found = torch.cuda.is_available()
     if device == "cuda" and not found:
         raise ValueError("device: expected a CUDA or ROCm device for 'cuda', torch finds none")
@@ -46,18 +38,14 @@ def choose_device(device: str = "auto") -> str:
     return device
 
 
-def label(kind: str, on: str, torch_version: str | None = None, date: str | None = None) -> str:
-    """The line under a figure: kind, device, torch version, date; this torch and today by default."""
-    if kind not in KINDS:
-        raise ValueError(f"kind: expected one of {KINDS}, got {kind!r}")
-    today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    return f"{kind} · {on} · torch {torch_version or torch.__version__} · {date or today}"
+def label(kind: str, on: str) -> str:
+    """The line under a figure made here and today: one of KINDS, device, torch version, date."""
+    today = datetime.datetime.now(datetime.UTC).date()
+    return f"{kind} · {on} · torch {torch.__version__} · {today}"
 
 
 def plain(text: object, longest: int = 160) -> str:
     """A name from outside as one line of text: no control characters, no terminal escapes, not endless."""
     letters = [letter if letter.isprintable() else " " for letter in str(text)]
     line = " ".join("".join(letters).split())
-    if len(line) > longest:
-        line = line[: longest - 1] + "…"
-    return line
+    return line if len(line) <= longest else line[: longest - 1] + "…"

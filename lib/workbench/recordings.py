@@ -8,19 +8,11 @@ from __future__ import annotations
 
 import json
 import re
-import warnings
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
-
-from lib.launches import KINDS, Launch
-from lib.profiles import lanes, load_trace
-from lib.workbench.evidence import label
-from lib.workbench.step import Lanes, range_of
-from lib.workbench.timing import Timing
 
 RECORDINGS = Path(__file__).resolve().parents[2] / "data" / "recordings"
 FORMAT = 2
@@ -29,7 +21,9 @@ FORMAT = 2
 # elementwise; for one tensor in_group and beside_group: in a foreach call with 8 small ones, or by a memcpy
 # after it. In all: host_us and gpu_us, samples; predicted and counted, launches by kind, {"memcpy": 7}; the
 # latter is null where the profiler failed.
-TABLES = ("steps", "replays", "crossover")
+ROW = ("evidence", "way", "equal", "predicted", "counted", "host_us", "gpu_us")
+STEP = ("preset", "layout", "batch_size")
+TABLES = {"steps": STEP + ROW, "replays": STEP + ROW, "crossover": ("dtype", "n", "bytes", *ROW)}
 WORK = {  # "<runtime call> <kind of event>: <name>" of work on a device -> its kind in KINDS
     "GraphLaunch| graph: ": "graph",
     "multi_tensor_apply_kernel.*Copy": "foreach",
@@ -61,124 +55,44 @@ class Recording:
 
     def label(self) -> str:
         """What every figure and table of it has to say; "modelled" where a stand-in for a GPU made it."""
-        meta = self.meta
-        return label(meta["evidence"], meta["device"], meta["torch"], meta["date"])
-
-    def lanes(self, way: str) -> Lanes:
-        """One step of a way's trace, as lanes for `plots.timeline`."""
-        trace = load_trace(self.path / "traces" / f"{way}.json.gz")
-        return lanes(range_of(trace, way))
-
-    def where(self, table: str, **values: object) -> pd.DataFrame:
-        """The rows of a table that have these values, e.g. where("steps", batch_size=8)."""
-        rows = self.tables[table]
-        for column, value in values.items():
-            if len(rows):
-                rows = rows[rows[column] == value]
-        return rows
-
-    def timings(self, table: str, **values: object) -> dict[str, Timing]:
-        """Samples by way, for `plots.timings`, of one case of "steps" or "replays"."""
-        found = {}
-        for row in self.where(table, **values).itertuples():
-            found[row.way] = Timing(row.way, tuple(row.host_us), tuple(row.gpu_us))
-        return found
-
-    def launches(self, **values: object) -> dict[str, list[Launch]]:
-        """Launches by way that the profiler counted in a case of "steps", for `plots.launch_counts`."""
-        made = {}
-        for row in self.where("steps", **values).itertuples():
-            if row.counted is not None:
-                kinds = Counter(row.counted).elements()
-                made[row.way] = [Launch(kind, 1, 0, "counted by a profiler") for kind in kinds]
-        return made
-
-    def crossover_lines(self, n: int = 1, dtype: str = "int16") -> dict[str, tuple[list, list]]:
-        """Bytes of each of n tensors and the GPU's median us of moving them, by way, for `plots.curves`."""
-        lines = {}
-        for way in ("memcpy", "foreach", "elementwise"):
-            rows = self.where("crossover", n=n, dtype=dtype, way=way)
-            if len(rows):
-                times = rows.gpu_us.map(np.median)
-                lines[KINDS[way].label] = (rows.bytes.tolist(), times.tolist())
-        return lines
+        return "{evidence} · {device} · torch {torch} · {date}".format(**self.meta)
 
     def dma_bytes(self) -> int | None:
-        """From this size on a memcpy of its own is at least as fast on the GPU as a place in the group.
-
-        That is, at this and every larger size recorded, for every dtype. None where that was not recorded, or
-        where the group won at the largest size.
-        """
-        sizes = []
-        rows = self.where("crossover", n=1)
-        if rows.empty:
+        """From so many bytes on a memcpy beside a group is as fast on the GPU, for any dtype; None: never."""
+        rows = self.tables["crossover"].query("way in ('beside_group', 'in_group')")
+        if rows.way.nunique() < 2:
             return None
-        for _, of_dtype in rows.groupby("dtype"):
-            medians = of_dtype.assign(us=of_dtype.gpu_us.map(np.median))
-            medians = medians.pivot_table("us", "bytes", "way").reindex(columns=["beside_group", "in_group"])
-            wins = (medians.beside_group <= medians.in_group)[::-1].cummin()
-            sizes.append(wins.index[wins].min())
-        return None if np.isnan(sizes).any() else int(max(sizes))
+        medians = rows.assign(us=rows.gpu_us.map(np.median)).pivot_table("us", "bytes", ["way", "dtype"])
+        wins = (medians.beside_group - medians.in_group <= 0).all(axis=1)  # NaN where one was cut short
+        wins = wins[::-1].cummin()
+        return int(wins.index[wins].min()) if wins.any() else None
 
 
 def load(recording: str | Path) -> Recording:
-    """A recording of data/recordings/ by name, or any by path.
-
-    Raises:
-        ValueError: no recording there, of another format, or one whose parts contradict its evidence.
-    """
+    """A recording of data/recordings/ by name, or any by path. ValueError: none there, or another format."""
     path = RECORDINGS / recording if (RECORDINGS / recording).is_dir() else Path(recording)
+    tables = {}
     try:
-        meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
-        if meta["format"] != FORMAT or meta["evidence"] not in ("recorded", "modelled"):
-            raise ValueError(f"format {meta['format']}, evidence {meta['evidence']}")
-        for field, of_type in {"device": str, "torch": str, "date": str, "skipped": list}.items():
-            if not isinstance(meta[field], of_type) or meta[field] == "":
-                raise ValueError(f"{field}: expected a {of_type.__name__}, got {meta[field]!r}")
-        tables = {table: _rows(path / f"{table}.jsonl", meta["evidence"]) for table in TABLES}
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        meta = json.loads((path / "meta.json").read_bytes())
+        if meta["format"] != FORMAT:
+            raise ValueError(f"format {meta['format']}")
+        for table, columns in TABLES.items():
+            file = path / f"{table}.jsonl"
+            lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
+            # The last line of a run that was killed may be cut short.
+            rows = [json.loads(line) for line in lines if line.endswith(b"\n")]
+            tables[table] = pd.DataFrame(rows, columns=columns)
+        found = Recording(path, meta, tables)
+        found.label()
+    except (OSError, ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{path}: not a recording of format {FORMAT}: {error!r}") from error
-    return Recording(path, meta, tables)
+    return found
 
 
-def _rows(path: Path, evidence: str) -> pd.DataFrame:
-    """The rows of a table; the last line of a run that was killed may be cut short, and is left out."""
-    rows = []
-    if path.is_file():
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
-            if line.endswith("\n"):
-                rows.append(json.loads(line))
-    for row in rows:
-        if row["evidence"] != evidence:
-            raise ValueError(f"meta.json says {evidence}, {path.name} says {row['evidence']}")
-    return pd.DataFrame(rows)
-
-
-def choose(recording: str, device: str) -> Recording | None:
-    """The recording that a notebook shows, for its parameter `recording`.
-
-    "auto" is the newest one of `device` in data/recordings/, else the newest of any GPU, nothing modelled;
-    what cannot be read is left out with a warning. "none" is none; anything else as for `load`.
-    """
-    if recording == "none":
-        return None
+def choose(recording: str) -> Recording | None:
+    """For a notebook: "auto" is the newest recording that is not modelled, "none" none; else as `load`."""
     if recording != "auto":
-        return load(recording)
-    found = []
-    for meta in RECORDINGS.glob("*/meta.json"):
-        try:
-            found.append(load(meta.parent))
-        except ValueError as error:
-            warnings.warn(str(error), stacklevel=2)
+        return None if recording == "none" else load(recording)
+    found = [load(meta.parent) for meta in RECORDINGS.glob("*/meta.json")]
     recorded = [each for each in found if each.meta["evidence"] == "recorded"]
-    newest = sorted(recorded, key=lambda each: each.meta["date"], reverse=True)
-    same = [each for each in newest if each.meta["device"] == device]
-    return next(iter(same + newest), None)
-
-
-def describe(recording: Recording | None) -> str:
-    """What a notebook prints before it shows a recording, or where it has none to show."""
-    if recording is None:
-        return "No recording of a GPU: `python scripts/record.py --out data/recordings` on one makes it."
-    missing = [f"  not in it: {what}" for what in recording.meta["skipped"]]
-    return "\n".join([recording.label(), *missing])
+    return max(recorded, key=lambda each: each.meta["date"], default=None)

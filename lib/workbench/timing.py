@@ -6,7 +6,6 @@ spread are reported, and ratios are formed inside a round before their median is
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,12 +17,29 @@ Way = Callable[[], object]
 
 
 @dataclass(frozen=True)
-class Timing:
-    """Samples of one way, in microseconds a call, one sample a round.
+class Range:
+    """A number, by default a time in us, and between what it lies: by all that a profile assumes, say."""
 
-    host_us: from the call until it returns. gpu_us: from the first to the last event on the stream, which
-    contains the GPU's waiting for the host; empty on a CPU.
-    """
+    middle: float
+    low: float
+    high: float
+    unit: str = " µs"
+
+    @property
+    def clear(self) -> bool:
+        """Whether it is surely above zero, or surely below: else there is nothing to claim."""
+        return self.low > 0 or self.high < 0
+
+    def __repr__(self) -> str:
+        ends = self.middle, self.low, self.high
+        middle, low, high = (f"{end:.0f}" if abs(end) >= 10 else f"{end:.2g}" for end in ends)
+        return f"{middle}{self.unit} ({low} to {high})"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Samples of one way, in us a call, one a round: until the call returns; from the stream's first event to
+    its last, with the GPU's waiting for the host, empty on a CPU."""
 
     name: str
     host_us: tuple[float, ...]
@@ -31,55 +47,36 @@ class Timing:
 
     @property
     def median_us(self) -> float:
-        return statistics.median(self.host_us)
+        return float(np.median(self.host_us))
 
 
-def quartiles(samples: Sequence[float]) -> tuple[float, float]:
-    """The ends of the middle half of the samples."""
-    first, third = np.percentile(samples, (25, 75))
-    return float(first), float(third)
+def spread(samples: Sequence[float]) -> Range:
+    """The median of samples, and their middle half."""
+    low, middle, high = np.percentile(samples, (25, 50, 75)).tolist()
+    return Range(middle, low, high)
 
 
 def ratio(timing: Timing, base: Timing) -> float:
     """Median over the rounds of one way's host time by the other's in the same round."""
-    pairs = zip(timing.host_us, base.host_us, strict=True)
-    return statistics.median(own / other for own, other in pairs)
+    return float(np.median(np.divide(timing.host_us, base.host_us)))
 
 
 def measure(
-    ways: dict[str, Way],
-    rounds: int = 30,
-    calls: int = 20,
-    warmup: int = 3,
-    device: str = "cpu",
-    on_round: Way = lambda: None,
+    ways: dict[str, Way], rounds: int = 30, calls: int = 20, warmup: int = 3, device: str = "cpu"
 ) -> dict[str, Timing]:
-    """Time each way `rounds` times, interleaved; a sample is the mean of `calls` calls in a row.
+    """Time each way in every round, after `warmup` more; a sample is the mean of `calls` calls in a row.
 
     Every other round runs the ways in reverse, so that no way always follows the same neighbour. On a GPU the
     stream is drained before a sample, so the host time is what issuing costs, and CUDA events give `gpu_us`.
-
-    Args:
-        ways: what to call, without arguments, by name.
-        on_round: called after each round, e.g. a progress bar's `update`.
-
-    Raises:
-        ValueError: for no ways, or fewer than one round or call.
     """
-    if not ways or rounds < 1 or calls < 1:
-        raise ValueError(f"expected ways, rounds and calls of at least 1, got {len(ways)}, {rounds}, {calls}")
     sample = _gpu_sample if device.startswith("cuda") else _host_sample
-    for way in ways.values():
-        for _ in range(warmup):
-            sample(way, calls)
     samples = {name: [] for name in ways}
     order = list(ways)
-    for _ in range(rounds):
+    for _ in range(warmup + rounds):
         for name in order:
             samples[name].append(sample(ways[name], calls))
         order.reverse()
-        on_round()
-    return {name: Timing(name, *zip(*samples[name])) for name in ways}
+    return {name: Timing(name, *zip(*taken[warmup:])) for name, taken in samples.items()}
 
 
 def _host_sample(way: Way, calls: int) -> tuple[float, ...]:
