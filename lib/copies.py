@@ -202,7 +202,7 @@ class ReplayCopies:
     """All input copies of a graph runner: a plan for each batch size and set of fields, made on first use.
 
     Padding is written every step, in the groups: engines share buffers and graphs write into inputs. It goes
-    as far as the graph reads or, pad_to="buffer", as in SGLang. pads_stay leaves it out. options: a plan's."""
+    as far as the graph reads or, pad_to="buffer", as SGLang. pads_stay leaves it out. options: a plan's."""
 
     def __init__(self, fields, pad_to="captured", pads_stay=False, **options) -> None:
         self.fields, self.pads_stay, self.options = dict(fields), pads_stay, options
