@@ -1,7 +1,7 @@
 """Figures of launches and times, drawn for 800 px and for print: units on every axis, evidence below.
 
 Kinds of work are areas in Okabe and Ito's colours, which colour-blind readers can tell apart, the host is
-grey, numbers are plum. Made without pyplot and under plots.mplstyle alone, whatever settings a reader has.
+grey, numbers are plum. Made under plots.mplstyle alone, whatever settings a reader has.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 import matplotlib.style
 import numpy as np
 import pandas as pd
+import seaborn
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator, MaxNLocator
@@ -188,10 +189,18 @@ def _marks(ax, marks):
         ax.text(place, 1, wrapped(words, 16, 3), transform=top, ha="center", va="bottom")
 
 
+@in_style
 def timings(results: dict[str, Timing], title: str, work: str) -> Figure:
     """Host times, one row a way. work: what was timed, e.g. "one step's copies"."""
-    middles = {name: spread(timing.host_us) for name, timing in results.items()}
-    return values(middles, title, f"host time for {work} (µs): median and middle half of the rounds")
+    samples = pd.DataFrame({name: timing.host_us for name, timing in results.items()})
+    fig = new_figure(title, 0.95 + 0.36 * len(results))
+    ax = fig.subplots()
+    middle_half = {"errorbar": ("pi", 50), "err_kws": {"marker": ""}}
+    seaborn.pointplot(samples, orient="h", estimator="median", linestyle="none", ax=ax, **middle_half)
+    _rows(ax, results)
+    _beside(ax, map(spread, samples.T.values))
+    ax.set(xlabel=f"host time for {work} (µs): median and middle half of the rounds", xlim=(0, None))
+    return fig
 
 
 @in_style
@@ -199,6 +208,7 @@ def values(numbers: dict, title: str, xlabel: str, marks: dict | None = None) ->
     """Numbers, or a Range each, one row a name; a range across zero is no claim, and hollow."""
     fig = new_figure(title, 0.95 + 0.36 * len(numbers))
     ax = fig.subplots()
+    texts = []
     for row, number in enumerate(numbers.values()):
         text, inside = str(number), None
         if not isinstance(number, Range):
@@ -209,12 +219,19 @@ def values(numbers: dict, title: str, xlabel: str, marks: dict | None = None) ->
             inside = "white"
         ax.hlines(row, number.low, number.high, linewidth=2.6)
         ax.plot(number.middle, row, "o", markerfacecolor=inside)
-        ax.text(1.01, row, text, transform=ax.get_yaxis_transform(), va="center")
+        texts.append(text)
     _rows(ax, numbers)
+    _beside(ax, texts)
     ax.axvline(0, color=SOFT)
     ax.set_xlabel(xlabel)
     _marks(ax, marks)
     return fig
+
+
+def _beside(ax, words):
+    """A word for each row, right of the axes."""
+    for row, word in enumerate(words):
+        ax.text(1.01, row, word, transform=ax.get_yaxis_transform(), va="center")
 
 
 def size_name(size: float) -> str:
