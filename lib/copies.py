@@ -239,7 +239,7 @@ class ReplayCopies:
             first = 0 if field.fill_if_missing and name not in given else batch_size
             end = capacity if self.whole_buffers else captured
             rows = field.between(first, batch_size if self.pads_stay else end)
-            if field.pad is not None:
+            if field.pad is not None and rows.numel() > 0:
                 pads[f"padding of {name}"] = rows, torch.full_like(rows, field.pad, dtype=field.source_dtype)
         dsts = [self.fields[name].between(0, batch_size) for name in given]
         dtypes = [self.fields[name].source_dtype or src.dtype for name, src in given.items()]

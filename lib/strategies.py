@@ -120,10 +120,10 @@ def fused_pairs(pairs: Pairs) -> Calls:
     left = []
     for dst, src in pairs:
         memcpy = dst.nbytes >= DEFAULT_DMA_BYTES and not obstacles(dst, src)
-        if memcpy or describe(dst, src) is None:
-            left.append((dst, src))
-        else:
+        if not memcpy and describe(dst, src) is not None:
             taken.append((dst, src))
+        elif dst.numel() > 0:
+            left.append((dst, src))
     calls = []
     for start in range(0, len(taken), MAX_PAIRS):
         chunk = taken[start : start + MAX_PAIRS]

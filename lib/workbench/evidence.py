@@ -22,7 +22,7 @@ def device_name(device: str = "cpu") -> str:
     if device.startswith("cuda"):
         return torch.cuda.get_device_name(device)
     cpuinfo = Path("/proc/cpuinfo")
-    text = cpuinfo.read_text() if cpuinfo.exists() else ""
+    text = cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else ""
     name, *_ = [*re.findall(r"model name\s*: (.*\S)", text), platform.machine()]
     threads = torch.get_num_threads()
     return f"{name} ({threads} thread{'s' * (threads > 1)})"
