@@ -3,7 +3,7 @@
     PYTHONPATH=. python benchmarks/engines.py [--rounds 60] [--device cpu]
 
 Each engine's lines are re-stated (sources in data/engines.csv), each way does all its own work: slices,
-lists, keys, padding. Ways of an engine run interleaved; ratios are formed inside a round. On a CPU nothing is
+lists, keys, padding. Ways of an engine run interleaved; ratios are those of the medians. On a CPU nothing is
 launched.
 """
 
