@@ -2,16 +2,16 @@
 
 The tables are those of SGLang's `EAGLEDraftCudaGraphRunner` and `EAGLEDraftExtendCudaGraphRunner`; runners
 read there how large a buffer is, what pads it, what is required and what is large. A new field is a row in a
-table and an attribute of the batch. One departure: where the width of hidden_states differs (EAGLE-3), SGLang
+table. One departure: where the width of hidden_states differs (EAGLE-3), SGLang
 leaves out the copy and the rows of an earlier step stay; here that is an error.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, make_dataclass, replace
 from functools import partial
 from math import prod
-from typing import ClassVar, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -24,8 +24,8 @@ int32, int64, float32 = torch.int32, torch.int64, torch.float32
 class Field:
     """One input of a captured graph.
 
-    In the tables below sizes are words of `EagleConfig.sizes`: k top-k, s speculative steps, w draft tokens a
-    request, H hidden size, V vocabulary. In `EagleConfig.table` they are numbers.
+    In the tables below sizes are words: k top-k, s speculative steps, w draft tokens a request, H hidden size,
+    V vocabulary. `EagleConfig.table` makes numbers of them.
     """
 
     name: str
@@ -47,7 +47,6 @@ class Field:
         return torch.Size(shape)
 
 
-Given = Tensor | None  # of a batch: None where a field does not come
 Optional = partial(Field, required=False)
 Rare = partial(Optional, rare=True)
 
@@ -179,32 +178,24 @@ class EagleConfig:
         width = 2 * self.hidden_size
         return torch.zeros(layers, self.kv_slots, width, dtype=self.dtype, device=device)
 
-    @property
-    def sizes(self) -> dict[str, int]:
-        """What the names in a field's rows, columns and pad stand for."""
-        sizes = {"k": self.topk, "s": self.num_steps, "w": self.num_draft_tokens, "H": self.hidden_size}
-        return sizes | {"V": self.vocab_size, "mrope": 3, "dsa": 2048, "one": 1}
-
     def table(self, runner: str) -> list[Field]:
         """The rows of "draft" or "draft_extend" that have a buffer here, with numbers for words."""
+        sizes = {"k": self.topk, "s": self.num_steps, "w": self.num_draft_tokens, "H": self.hidden_size}
+        sizes |= {"V": self.vocab_size, "mrope": 3, "dsa": 2048, "one": 1}
+        number = sizes.get
         table = []
-        rows = JUNE[runner]
-        if self.layout == "2026-10":
-            rows += OCTOBER[runner]
-        number = self.sizes.get
-        for field in rows:
-            if field.rare and not self.rare_fields:
-                continue
-            dtype = field.dtype or self.dtype
-            words = {
-                "rows": prod(map(number, field.rows.split())),
-                "columns": tuple(map(number, field.columns.split())),
-                "pad": number(field.pad, field.pad),
-                "dtype": dtype,
-                "source_dtype": dtype,
-            }
-            otherwise = LAYOUTS[self.layout].get(field.name, {})
-            table.append(replace(field, **words | otherwise))
+        for field in JUNE[runner] + (OCTOBER[runner] if self.layout == "2026-10" else ()):
+            if self.rare_fields or not field.rare:
+                dtype = field.dtype or self.dtype
+                words = {
+                    "rows": prod(map(number, field.rows.split())),
+                    "columns": tuple(map(number, field.columns.split())),
+                    "pad": number(field.pad, field.pad),
+                    "dtype": dtype,
+                    "source_dtype": dtype,
+                }
+                otherwise = LAYOUTS[self.layout].get(field.name, {})
+                table.append(replace(field, **words | otherwise))
         return table
 
 
@@ -220,18 +211,15 @@ PRESETS = {
 }
 
 
-@dataclass(eq=False)
+def attributes(table: str) -> type:
+    """A class with an attribute for every field of a table, whatever the layout: None where it does not come."""
+    names = [field.name for field in JUNE[table] + OCTOBER[table]]
+    attributes = [(name, Tensor | None, None) for name in names]
+    return make_dataclass(table, attributes, eq=False, namespace={"table": table})
+
+
 class Batch:
     """A step's inputs. Fields carry SGLang's names; shapes and dtypes are those of the config's table."""
-
-    seq_lens: Given = None
-    out_cache_loc: Given = None
-    positions: Given = None
-    req_pool_indices: Given = None
-    hidden_states: Given = None
-    seq_lens_cpu: Given = None
-    mrope_positions: Given = None
-    table: ClassVar[str]
 
     @classmethod
     def random(cls, config: EagleConfig, batch_size: int, seed: int = 0, device: str = "cpu") -> Self:
@@ -260,26 +248,18 @@ class Batch:
         except (AttributeError, IndexError):
             raise ValueError(f"seq_lens: expected one length a request, got {self.seq_lens!r}") from None
 
-    def to(self, device: str | torch.device) -> Self:
+    def tensors(self) -> dict[str, Tensor]:
+        """The fields that come, by name."""
+        return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
+
+    def to(self, device: Device) -> Self:
         """The same batch with its device fields on `device`; seq_lens_cpu stays on the host."""
-        moved = {name: tensor.to(device) for name, tensor in vars(self).items() if tensor is not None}
+        moved = {name: tensor.to(device) for name, tensor in self.tensors().items()}
         return replace(self, **moved | {"seq_lens_cpu": self.seq_lens_cpu})
 
 
-@dataclass(eq=False)
-class DraftBatch(Batch):
+class DraftBatch(attributes("draft"), Batch):
     """Inputs of the draft graph: `seq_lens` committed tokens; the first level in topk_p, topk_index."""
-
-    topk_p: Given = None
-    topk_index: Given = None
-    rids_int: Given = None
-    bootstrap_room_ids_int: Given = None
-    draft_probs: Given = None
-    dsa_seed_topk: Given = None
-    temperatures: Given = None
-    sampling_seed: Given = None
-    top_ks: Given = None
-    table = "draft"
 
     @classmethod
     def of(cls, config, requests, lens, slots, accepted=None, **fields: Tensor) -> Self:
@@ -295,21 +275,12 @@ class DraftBatch(Batch):
         )
 
 
-@dataclass(eq=False)
-class DraftExtendBatch(Batch):
+class DraftExtendBatch(attributes("draft_extend"), Batch):
     """Inputs of the draft-extend graph: w rows a request, of which the first `num_accept_tokens` count.
 
     `seq_lens` includes the w rows, so the prefix a row sees is `seq_lens - extend_seq_lens`. `select_index`
     is the last row that counts, for layouts whose graph picks it.
     """
-
-    input_ids: Given = None
-    extend_seq_lens: Given = None
-    num_correct_drafts: Given = None
-    num_accept_tokens: Given = None
-    select_index: Given = None
-    mamba_track_indices: Given = None
-    table = "draft_extend"
 
     @classmethod
     def of(cls, config, requests, lens, slots, accepted, **fields: Tensor) -> Self:

@@ -27,7 +27,6 @@ from lib.strategies import ROUTES, STRATEGIES, Step
 SIGNATURE = attrgetter("shape", "dtype", "device")
 ALIGNMENT = 16  # bytes, of each field in one allocation: the widest access of a thread
 Named = dict[str, Tensor]
-SHARED = ("rows", "required", "fill_if_missing", "dim", "source_dtype")  # of a Field and a StaticInput
 
 
 class InputBuffers:
@@ -36,56 +35,31 @@ class InputBuffers:
     @torch.inference_mode(False)  # what is made in inference mode could not be written outside of it
     def __init__(self, config: EagleConfig, fields: list[Field], device: torch.device) -> None:
         self.fields = fields
-        self.tensors = {}
         self.inputs = {}  # by name a `StaticInput`
         self.of_storage = {}
         self.host_pads = {}
-        self.signatures = cache(self._signatures)  # by batch size
         for field in fields:
             shape = field.shape(config.max_batch_size)
-            pad = torch.tensor(field.pad or 0, dtype=field.dtype)
-            if field.host:
-                self.host_pads[field.name] = pad
-            else:
-                pad = pad.to(device)
-            buffer = pad.repeat(shape)
-            self.tensors[field.name] = buffer
-            own = {name: getattr(field, name) for name in SHARED}
+            where = "cpu" if field.host else device
+            buffer = torch.full(shape, field.pad or 0, dtype=field.dtype, device=where)
             # Rows of a large field need no padding: no real row depends on them.
-            unread = field.large and not field.fill_if_missing
-            own["pad"] = None if unread else field.pad
-            self.inputs[field.name] = StaticInput(buffer, **own)
+            pad = None if field.large and not field.fill_if_missing else field.pad
+            optional = field.required, field.fill_if_missing
+            static = StaticInput(buffer, field.rows, pad, *optional, field.dim, field.source_dtype)
+            self.inputs[field.name] = static
             self.of_storage[buffer.untyped_storage()._cdata] = field
-        self.values = attrgetter(*self.tensors)
+            if field.host:
+                self.host_pads[field.name] = buffer.clone()
+        self.tensors = {name: static.buffer for name, static in self.inputs.items()}
+        self.values = attrgetter(*self.inputs)
 
     def rows(self, batch_size: int) -> Named:
         """The rows of every field that belong to the first `batch_size` requests."""
-        return {name: field.between(0, batch_size) for name, field in self.inputs.items()}
+        return {name: static.between(0, batch_size) for name, static in self.inputs.items()}
 
     def static_inputs(self) -> dict[str, StaticInput]:
         """The device fields for a `ReplayCopies`."""
-        return {name: field for name, field in self.inputs.items() if name not in self.host_pads}
-
-    def given(self, batch: Batch, batch_size: int) -> Named:
-        """The batch's tensors by name. Raises ValueError, naming the field, where one is not as expected."""
-        given = {}
-        signatures = self.signatures(batch_size)
-        for field, tensor, expected in zip(self.fields, self.values(batch), signatures):
-            if tensor is not None:
-                got = SIGNATURE(tensor) if isinstance(tensor, Tensor) else type(tensor)
-                if got != expected:
-                    raise ValueError(f"{field.name}: expected {expected}, got {got}")
-                given[field.name] = tensor
-            elif field.required:
-                raise ValueError(f"{field.name}: required field is missing")
-        return given
-
-    def _signatures(self, batch_size: int) -> list[tuple]:
-        signatures = []
-        for field in self.fields:
-            device = self.tensors[field.name].device
-            signatures.append((field.shape(batch_size), field.source_dtype, device))
-        return signatures
+        return {name: static for name, static in self.inputs.items() if name not in self.host_pads}
 
     def route(self, route: Callable, pairs: Pairs) -> list[Call]:
         """The calls of a route of ROUTES for what lies on the device, and copies in host memory."""
@@ -93,42 +67,49 @@ class InputBuffers:
         on_host = []
         for dst, src in pairs:
             field = self.of_storage[dst.untyped_storage()._cdata]
-            if not src.is_meta and src.dtype != field.source_dtype:
+            if src.dtype != field.source_dtype:
                 raise ValueError(f"{field.name}: expected {field.source_dtype}, got {src.dtype}")
-            if field.host:
-                on_host.append(Call("host_copy_", [dst], [src]))
-            else:
-                on_device.append((dst, src))
-        return route(on_device) + on_host
+            side = on_host if field.host else on_device
+            side.append((dst, src))
+        return route(on_device) + host_copies(on_host)
 
-    def step(self, given: Named, batch_size: int, captured: int) -> Step:
-        """The step as SGLang lays it out: views cut anew, whole buffers filled where the batch is padded."""
+    def step(self, batch: Batch, captured: int) -> tuple[Step, list[Call]]:
+        """The step as SGLang lays it out, and what fills the buffers in host memory.
+
+        Views are cut anew, whole buffers filled where the batch is padded. Raises ValueError, naming the
+        field, where one is not as expected.
+        """
         step = Step()
-        for field in self.fields:
+        on_host = []
+        batch_size = batch.batch_size
+        padded = captured > batch_size
+        for field, source in zip(self.fields, self.values(batch)):
+            name = field.name
+            rows = self.inputs[name].between(0, batch_size)
+            comes = source is not None
+            if comes or field.required:
+                expected = rows.shape, field.source_dtype, rows.device
+                got = SIGNATURE(source) if isinstance(source, Tensor) else type(source)
+                if got != expected:
+                    raise ValueError(f"{name}: expected {expected}, got {got}")
             if field.host:
+                if padded:
+                    on_host.append((self.tensors[name], self.host_pads[name]))
+                if comes:
+                    on_host.append((rows, source))
                 continue
-            rows = self.inputs[field.name].between(0, batch_size)
-            source = given.get(field.name)
-            if source is not None:
+            if comes:
                 side = step.large if field.large else step.small
-                side[field.name] = rows, source
-            if field.pad is not None and captured > batch_size:
-                step.fills.append((self.tensors[field.name], field.pad))
-            elif source is None and field.fill_if_missing:
+                side[name] = rows, source
+            if field.pad is not None and padded:
+                step.fills.append((self.tensors[name], field.pad))
+            elif field.fill_if_missing and not comes:
                 step.fills.append((rows, field.pad))
-        return step
+        return step, host_copies(on_host)
 
-    def host_calls(self, given: Named, batch_size: int, captured: int) -> list[Call]:
-        """What fills the buffers in host memory with the fields that this takes out of `given`."""
-        calls = []
-        for name, pad in self.host_pads.items():
-            buffer = self.tensors[name]
-            if captured > batch_size:
-                calls.append(Call("host_copy_", [buffer], [pad]))
-            source = given.pop(name, None)
-            if source is not None:
-                calls.append(Call("host_copy_", [buffer[:batch_size]], [source]))
-        return calls
+
+def host_copies(pairs: Pairs) -> list[Call]:
+    return [Call("host_copy_", [dst], [src]) for dst, src in pairs]
 
 
 class Producer(NamedTuple):
@@ -169,7 +150,10 @@ class GraphRunner:
         self.table = self.batch_class.table  # its name in a layout
         self.device = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0", as on tensors
         self.buffers = InputBuffers(config, config.table(self.table), self.device)
-        self.kept = cache(self._kept)  # by strategy
+        self.kept = {}  # the copies of the strategies whose calls can be kept
+        for name, route in ROUTES.items():
+            route = partial(self.buffers.route, route)
+            self.kept[name] = ReplayCopies(self.buffers.inputs, route=route)
         self.one_allocation = one_allocation
         self.copy_in_graph = copy_in_graph
         self.placed = one_allocation or copy_in_graph
@@ -177,10 +161,6 @@ class GraphRunner:
         self.producer = cache(self._producer)
         self.placed_batch = None
         self.lent = WeakSet()  # all that `inputs` and `place` gave
-
-    def _kept(self, strategy: str) -> ReplayCopies:
-        route = partial(self.buffers.route, ROUTES[strategy])
-        return ReplayCopies(self.buffers.inputs, route=route)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -195,18 +175,16 @@ class GraphRunner:
         graphs = {}
         for captured in reversed(self.config.capture_batch_sizes):
             producer = self.producer(captured)
-            held = []
-            for tensor in vars(producer.inputs).values():
-                if tensor is not None:
-                    held.append((tensor, tensor.clone()))
-            for field in producer.outputs.values():
-                held.append((field.buffer, field.buffer.clone()))
-                field.buffer.fill_(field.pad or 0)
+            tensors = list(producer.inputs.tensors().values())
+            tensors += [static.buffer for static in producer.outputs.values()]
+            held = [tensor.clone() for tensor in tensors]
+            for static in producer.outputs.values():
+                static.buffer.fill_(static.pad or 0)
             run(producer.before)
             try:
                 graphs[captured] = capture(partial(self._compute, producer))
             finally:
-                for tensor, value in held:
+                for tensor, value in zip(tensors, held):
                     tensor.copy_(value)
         self.graphs = graphs
 
@@ -229,10 +207,8 @@ class GraphRunner:
         written = {}
         for name, tensor in (rows | outputs).items():
             written[name] = replace(self.buffers.inputs[name], buffer=tensor)
-        read = self.batch_class(**rows | inputs)
-        if self.copy_in_graph:
-            return Producer(read, written, before=[], inside=calls)
-        return Producer(read, written, before=calls, inside=[])
+        before, inside = ([], calls) if self.copy_in_graph else (calls, [])
+        return Producer(self.batch_class(**rows | inputs), written, before, inside)
 
     @torch.no_grad()
     def inputs(self, batch_size: int, names: Iterable[str] | None = None) -> Batch:
@@ -260,10 +236,11 @@ class GraphRunner:
 
         Raises ValueError as `copy_inputs`. Valid as what `inputs` returns.
         """
-        given = self.buffers.given(batch, batch.batch_size)
-        placed = self.inputs(batch.batch_size, given)
-        for name, source in given.items():
-            getattr(placed, name).copy_(source)
+        captured = self.padded_batch_size(batch.batch_size)
+        self.buffers.step(batch, captured)  # for its errors
+        placed = self.inputs(batch.batch_size, batch.tensors())
+        for name, tensor in placed.tensors().items():
+            tensor.copy_(getattr(batch, name))
         return placed
 
     def padded_batch_size(self, batch_size: int) -> int:
@@ -285,13 +262,12 @@ class GraphRunner:
             return self.producer(captured).before
         if self.placed or batch in self.lent:
             raise ValueError("batch: expected what `place` or `inputs` returned last, got another one")
-        if self.strategy in ROUTES:  # which look at a batch once
-            inputs = dict(zip(self.buffers.tensors, self.buffers.values(batch)))
-            return self.kept(self.strategy).calls(inputs, batch_size, captured)
-        given = self.buffers.given(batch, batch_size)
-        on_host = self.buffers.host_calls(given, batch_size, captured)
+        if self.strategy in self.kept:
+            inputs = dict(zip(self.buffers.inputs, self.buffers.values(batch)))
+            return self.kept[self.strategy].calls(inputs, batch_size, captured)
+        step, on_host = self.buffers.step(batch, captured)
         strategy = STRATEGIES.get(self.strategy, self.strategy)
-        return strategy(self.buffers.step(given, batch_size, captured)) + on_host
+        return strategy(step) + on_host
 
     def copy_inputs(self, batch: Batch) -> None:
         """Fill the static buffers, large and host fields included. Raises as `calls`, before it writes."""
@@ -310,11 +286,7 @@ class GraphRunner:
         if not self.graphs:
             self.capture()
         outputs = self.graphs[captured].replay()
-        cut = []
-        for tensor in outputs:
-            rows = len(tensor) // captured * batch_size
-            cut.append(tensor[:rows])
-        return outputs._make(cut)
+        return outputs._make(tensor[: len(tensor) // captured * batch_size] for tensor in outputs)
 
     def replay(self, batch: Batch) -> NamedTuple:
         """Copy the inputs and replay; outputs are valid until the next replay. Raises as `copy_inputs`."""

@@ -111,11 +111,12 @@ class StepCopies:
         """What is copied on the device, a row a field."""
         rows = []
         for runner, batch in self.halves:
-            for name, source in runner.buffers.given(batch, batch.batch_size).items():
-                dtype = runner.buffers.tensors[name].dtype
-                dtypes = str(dtype)[6:], str(source.dtype)[6:]
-                size = source.numel() * dtype.itemsize
-                if name != "seq_lens_cpu":
+            for name, static in runner.buffers.static_inputs().items():
+                source = getattr(batch, name)
+                if source is not None:
+                    dtype = static.buffer.dtype
+                    dtypes = str(dtype)[6:], str(source.dtype)[6:]
+                    size = source.numel() * dtype.itemsize
                     rows.append((runner.table, name, tuple(source.shape), *dtypes, size))
         return pd.DataFrame(rows, columns=["replay", "field", "shape", "dtype", "source", "bytes"])
 
