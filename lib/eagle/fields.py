@@ -2,8 +2,8 @@
 
 The tables are those of SGLang's `EAGLEDraftCudaGraphRunner` and `EAGLEDraftExtendCudaGraphRunner`; runners
 read there how large a buffer is, what pads it, what is required and what is large. A new field is a row in a
-table. One departure: where the width of hidden_states differs (EAGLE-3), SGLang
-leaves out the copy and the rows of an earlier step stay; here that is an error.
+table. One departure: where the width of hidden_states differs (EAGLE-3), SGLang leaves out the copy and the
+rows of an earlier step stay; here that is an error.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ int32, int64, float32 = torch.int32, torch.int64, torch.float32
 class Field:
     """One input of a captured graph.
 
-    In the tables below sizes are words: k top-k, s speculative steps, w draft tokens a request, H hidden size,
-    V vocabulary. `EagleConfig.table` makes numbers of them.
+    In the tables below sizes are words, of which `EagleConfig.table` makes numbers: k top-k, s speculative
+    steps, w draft tokens a request, H hidden size, V vocabulary.
     """
 
     name: str
@@ -212,7 +212,7 @@ PRESETS = {
 
 
 def attributes(table: str) -> type:
-    """A class with an attribute for every field of a table, whatever the layout: None where it does not come."""
+    """A class with an attribute for every field of a table, None where it does not come."""
     names = [field.name for field in JUNE[table] + OCTOBER[table]]
     attributes = [(name, Tensor | None, None) for name in names]
     return make_dataclass(table, attributes, eq=False, namespace={"table": table})
@@ -300,9 +300,3 @@ class DraftExtendBatch(attributes("draft_extend"), Batch):
             select_index=rows[:, 0] + accepted - 1,
             **fields,
         )
-
-
-def first_level(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Probabilities (float32) and indices of the k best tokens, (..., k); all ones for k = 1 (SGLang)."""
-    probs, index = torch.softmax(logits.float(), dim=-1).topk(k, dim=-1)
-    return (torch.ones_like(probs) if k == 1 else probs), index

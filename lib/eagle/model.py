@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.types import Device
 
-from lib.eagle.fields import DraftBatch, DraftExtendBatch, EagleConfig, first_level
+from lib.eagle.fields import DraftBatch, DraftExtendBatch, EagleConfig
 
 TRAINED = Path(__file__).parents[2] / "data/models"
 
@@ -34,28 +34,18 @@ def causal_attention(layer, q, k, v):
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-@dataclass
-class PoolAttention:
-    """Writes the new rows' keys and values into `pool`, then attends over `read_slots`.
+def pool_attention(pool, write_slots, read_slots, mask, layer, q, k, v):
+    """Writes the new rows' keys and values to slots (B, T) of the pool, then attends over others, (B, C).
 
-    A column that no row may see must still name a slot of the request itself: a masked weight of 0 times a
-    NaN is a NaN, and slot 0 holds whatever padding left there.
+    mask (B, T, C) is true where a row sees a column. A column that no row may see must still name a slot of
+    the request itself: a masked weight of 0 times a NaN is a NaN, and slot 0 holds whatever padding left there.
     """
-
-    pool: Tensor
-    write_slots: Tensor  # (B, T) int64
-    read_slots: Tensor  # (B, C) int64
-    mask: Tensor  # (B, T, C) bool, true where a row sees a column
-
-    def __call__(self, layer, q, k, v):
-        slots = self.pool[layer]
-        written = torch.cat((k, v), dim=1)
-        slots[self.write_slots] = join_heads(written)
-        read = F.embedding(self.read_slots, slots)
-        read = split_heads(read, written.shape[1])
-        k, v = read.chunk(2, dim=1)
-        mask = self.mask[:, None]
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    slots = pool[layer]
+    written = torch.cat((k, v), dim=1)
+    slots[write_slots] = join_heads(written)
+    read = F.embedding(read_slots, slots)
+    k, v = split_heads(read, written.shape[1]).chunk(2, dim=1)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None])
 
 
 def prefix_slots(slots, lens):
@@ -65,21 +55,18 @@ def prefix_slots(slots, lens):
     """
     columns = torch.arange(slots.shape[1], device=slots.device)
     mask = columns < lens[..., None]
-    own = slots[:, :1]
-    slots = torch.where(mask[:, -1], slots, own)
+    slots = torch.where(mask[:, -1], slots, slots[:, :1])
     return slots, mask
 
 
 def split_heads(x, heads):
     """(B, T, H) -> (B, heads, T, head_dim)."""
-    x = x.unflatten(-1, (heads, -1))
-    return x.transpose(1, 2)
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
 def join_heads(x):
     """(B, heads, T, head_dim) -> (B, T, H)."""
-    x = x.transpose(1, 2)
-    return x.flatten(2)
+    return x.transpose(1, 2).flatten(2)
 
 
 def rotate(x, positions):
@@ -87,14 +74,11 @@ def rotate(x, positions):
     half = x.shape[-1] // 2
     steps = torch.arange(half, device=x.device)
     frequencies = 10000.0 ** (-steps / half)
-    positions = positions[:, None, :, None]
-    angles = positions * frequencies
-    cos = angles.cos().to(x.dtype)
-    sin = angles.sin().to(x.dtype)
-    a, b = x.chunk(2, dim=-1)
-    first = a * cos - b * sin
-    second = b * cos + a * sin
-    return torch.cat((first, second), dim=-1)
+    angles = positions[:, None, :, None] * frequencies
+    angles = torch.cat((angles, angles), dim=-1)
+    first, second = x.chunk(2, dim=-1)
+    turned = torch.cat((-second, first), dim=-1)
+    return x * angles.cos().to(x.dtype) + turned * angles.sin().to(x.dtype)
 
 
 class DecoderLayer(nn.Module):
@@ -114,20 +98,15 @@ class DecoderLayer(nn.Module):
         self.down = Linear(inner, hidden)
 
     def forward(self, x, positions, attention):
-        normed = self.attn_norm(x)
-        qkv = self.qkv(normed)
-        qkv = split_heads(qkv, 3 * self.heads)
-        q, k, v = qkv.chunk(3, dim=1)
+        qkv = self.qkv(self.attn_norm(x))
+        q, k, v = split_heads(qkv, 3 * self.heads).chunk(3, dim=1)
         q = rotate(q, positions)
         k = rotate(k, positions)
         mixed = attention(self.index, q, k, v)
-        mixed = join_heads(mixed)
-        x = x + self.out(mixed)
-        normed = self.mlp_norm(x)
-        gate_up = self.gate_up(normed)
+        x = x + self.out(join_heads(mixed))
+        gate_up = self.gate_up(self.mlp_norm(x))
         gate, up = gate_up.chunk(2, dim=-1)
-        inner = F.silu(gate) * up
-        return x + self.down(inner)
+        return x + self.down(F.silu(gate) * up)
 
 
 class TargetModel(nn.Module):
@@ -137,10 +116,9 @@ class TargetModel(nn.Module):
         super().__init__()
         hidden = config.hidden_size
         vocab = config.vocab_size
+        layers = range(config.num_target_layers)
         self.embed = nn.Embedding(vocab, hidden)
-        self.layers = nn.ModuleList()
-        for index in range(config.num_target_layers):
-            self.layers.append(DecoderLayer(config, index))
+        self.layers = nn.ModuleList(DecoderLayer(config, index) for index in layers)
         self.norm = RMSNorm(hidden)
         self.lm_head = Linear(hidden, vocab)
 
@@ -163,9 +141,19 @@ class EagleHead(nn.Module):
 
     def forward(self, embedded, hidden, positions, attention):
         """Embedded tokens and hidden (B, T, H), positions (B, T) -> features (B, T, H)."""
-        pair = torch.cat((embedded, hidden), dim=-1)
-        x = self.fc(pair)
+        x = self.fc(torch.cat((embedded, hidden), dim=-1))
         return self.layer(x, positions, attention)
+
+
+def both_models(config: EagleConfig) -> nn.ModuleDict:
+    models = nn.ModuleDict({"target": TargetModel(config), "head": EagleHead(config)})
+    return models.to(config.dtype).requires_grad_(False)
+
+
+def first_level(logits, k):
+    """Probabilities (float32) and indices of the k best tokens, (..., k); all ones for k = 1 (SGLang)."""
+    probs, index = torch.softmax(logits.float(), dim=-1).topk(k, dim=-1)
+    return (torch.ones_like(probs) if k == 1 else probs), index
 
 
 @dataclass
@@ -183,19 +171,18 @@ class DraftModel:
         """Seeded random weights, every pool slot in use: a wrongly copied field changes the output."""
         with torch.random.fork_rng(), torch.device(device):
             torch.manual_seed(seed)
-            target = TargetModel(replace(config, num_target_layers=0))
-            head = EagleHead(config)
-            kv = config.kv_pool(1, device)
-            kv.normal_()
-        for module in (target, head):
-            module.to(config.dtype)
-            module.requires_grad_(False)
+            models = both_models(replace(config, num_target_layers=0))
+            kv = config.kv_pool(1, device).normal_()
+            slots = torch.arange(1, config.kv_slots)
         # A request owns one stretch of slots: for its tokens, then for its draft branches.
-        slots = torch.arange(1, config.kv_slots, device=device)
-        slots = slots.view(config.max_batch_size, -1)
-        slots = slots[:, : config.max_context_len]
+        slots = slots.view(config.max_batch_size, -1)[:, : config.max_context_len]
         req_to_token = F.pad(slots, (0, 0, 1, 0))
-        return cls(config, target, head, kv, req_to_token)
+        return cls(config, **models, kv=kv, req_to_token=req_to_token)
+
+    def features(self, tokens, hidden, positions, write_slots, read_slots, mask):
+        """The head over tokens and hidden, written to and read from the pool: (B, T, H)."""
+        attention = partial(pool_attention, self.kv, write_slots, read_slots, mask)
+        return self.head(self.target.embed(tokens), hidden, positions, attention)
 
 
 class DraftOutput(NamedTuple):
@@ -219,14 +206,12 @@ def draft_forward(model: DraftModel, batch: DraftBatch) -> DraftOutput:
     bs, k = tokens.shape
     lane_slots = batch.out_cache_loc.view(bs, k, -1)
     positions = batch.positions.view(bs, k)
-    itself = torch.eye(k, dtype=torch.bool, device=tokens.device)
-    itself = itself.expand(bs, k, k)
+    itself = torch.eye(k, dtype=torch.bool, device=tokens.device).expand(bs, k, k)
     # At first the committed text is the only lane. Slots (bs, C) are what lanes read, seen what each sees.
     parents = torch.full_like(tokens[:, :1], -1)
     hidden = batch.hidden_states[:, None]
-    lens = batch.seq_lens[:, None]
     slots = model.req_to_token[batch.req_pool_indices]
-    slots, seen = prefix_slots(slots, lens)
+    slots, seen = prefix_slots(slots, batch.seq_lens[:, None])
     first = 0  # of the candidates of the last level
     for level in range(model.config.num_steps - 1):
         # The k best of them take over the lanes, and see what their parents saw and themselves.
@@ -234,34 +219,25 @@ def draft_forward(model: DraftModel, batch: DraftBatch) -> DraftOutput:
         lane_tokens = tokens[:, first:].gather(1, best)
         lanes = first + best
         parents = torch.cat((parents, lanes), dim=1)
-        lane = best // k
-        lane = lane[..., None]
+        lane = (best // k)[..., None]
         hidden = hidden.take_along_dim(lane, dim=1)
         seen = seen.take_along_dim(lane, dim=1)
         seen = torch.cat((seen, itself), dim=2)
         write_slots = lane_slots[..., level]
         slots = torch.cat((slots, write_slots), dim=1)
-        attention = PoolAttention(model.kv, write_slots, slots, seen)
-        embedded = model.target.embed(lane_tokens)
-        hidden = model.head(embedded, hidden, positions, attention)
-        logits = model.target.lm_head(hidden)
-        probabilities, children = first_level(logits, k)
-        lane_scores = lane_scores[..., None]
-        path_scores = lane_scores * probabilities
+        hidden = model.features(lane_tokens, hidden, positions, write_slots, slots, seen)
+        probabilities, children = first_level(model.target.lm_head(hidden), k)
+        path_scores = lane_scores[..., None] * probabilities
         positions = positions + 1
         first = tokens.shape[1]
-        children = children.flatten(1)
-        path_scores = path_scores.flatten(1)
-        tokens = torch.cat((tokens, children), dim=1)
-        scores = torch.cat((scores, path_scores), dim=1)
+        tokens = torch.cat((tokens, children.flatten(1)), dim=1)
+        scores = torch.cat((scores, path_scores.flatten(1)), dim=1)
 
     # A stable sort: at equal scores the parent comes first, so that no chosen node lacks its parent.
     ranked = scores.argsort(dim=1, descending=True, stable=True)
     budget = model.config.num_draft_tokens - 1  # the root is given
-    best = ranked[:, :budget]
-    chosen, _ = best.sort()
-    tokens = tokens.gather(1, chosen)
-    return DraftOutput(parents, chosen, tokens, scores)
+    chosen, _ = ranked[:, :budget].sort()
+    return DraftOutput(parents, chosen, tokens.gather(1, chosen), scores)
 
 
 class DraftExtendOutput(NamedTuple):
@@ -282,20 +258,13 @@ def draft_extend_forward(model: DraftModel, batch: DraftExtendBatch) -> DraftExt
     """
     w = model.config.num_draft_tokens
     prefix = batch.seq_lens - batch.extend_seq_lens
-    prefix = prefix[:, None]
-    rows = torch.arange(1, w + 1, device=prefix.device)
-    lens = prefix + rows
+    lens = prefix[:, None] + torch.arange(1, w + 1, device=prefix.device)
     lens = lens.clamp(min=1)  # a request of padding is shorter than w; its rows see one column
     slots = model.req_to_token[batch.req_pool_indices]
     slots, mask = prefix_slots(slots, lens)
-    write_slots = batch.out_cache_loc.view(-1, w)
-    attention = PoolAttention(model.kv, write_slots, slots, mask)
-    positions = batch.positions.view(-1, w)
-    input_ids = batch.input_ids.view(-1, w)
-    embedded = model.target.embed(input_ids)
-    hidden = batch.hidden_states.view_as(embedded)
-    hidden = model.head(embedded, hidden, positions, attention)
-    hidden = hidden.flatten(0, 1)
+    rows = (batch.input_ids, batch.hidden_states, batch.positions, batch.out_cache_loc)
+    rows = [tensor.unflatten(0, (-1, w)) for tensor in rows]
+    hidden = model.features(*rows, slots, mask).flatten(0, 1)
     if batch.select_index is not None:
         hidden = hidden[batch.select_index]
     logits = model.target.lm_head(hidden)
@@ -308,13 +277,10 @@ def load_trained(config: EagleConfig, device: Device = "cpu"):
     # Here, since scripts/record.py does without it, on a GPU machine with little more than torch.
     from safetensors.torch import load_file
 
-    target = TargetModel(config)
-    head = EagleHead(config)
-    models = nn.ModuleDict({"target": target, "head": head})
+    models = both_models(config)
     models.load_state_dict(load_file(TRAINED / "tiny.safetensors"))
-    models.to(device, config.dtype)
-    models.requires_grad_(False)
-    return target, head
+    models.to(device)
+    return models["target"], models["head"]
 
 
 def load_prompts() -> list[list[int]]:

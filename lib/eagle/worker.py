@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -16,14 +17,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.types import Device
 
-from lib.eagle.fields import DraftBatch, DraftExtendBatch, EagleConfig, first_level
+from lib.eagle.fields import DraftBatch, DraftExtendBatch, EagleConfig
 from lib.eagle.model import (
+    DraftExtendOutput,
     DraftModel,
     DraftOutput,
     EagleHead,
-    PoolAttention,
     TargetModel,
     causal_attention,
+    first_level,
+    pool_attention,
     prefix_slots,
 )
 from lib.eagle.runners import EagleDraftCudaGraphRunner, EagleDraftExtendCudaGraphRunner
@@ -46,7 +49,7 @@ class Request:
         return len(self.output) >= self.max_new_tokens
 
 
-DRAFT_INPUT = ("hidden_states", "topk_p", "topk_index")  # what a draft starts from
+DRAFT_INPUT = DraftExtendOutput._fields[1:]  # what a draft starts from: hidden_states, topk_p, topk_index
 
 
 class Tree(NamedTuple):
@@ -65,13 +68,10 @@ def build_tree(root: Tensor, draft: DraftOutput, topk: int, num_steps: int) -> T
     nodes = torch.searchsorted(chosen, parents, right=True)
     nodes = F.pad(nodes, (1, 0))
     bs, w = nodes.shape
-    mask = torch.eye(w, dtype=torch.bool, device=root.device)
-    mask = mask.expand(bs, w, w)
+    mask = torch.eye(w, dtype=torch.bool, device=root.device).expand(bs, w, w)
     for _ in range(num_steps):
-        above = mask.take_along_dim(nodes[..., None], dim=1)
-        mask = mask | above
-    root = root[:, None]
-    tokens = torch.cat((root, draft.draft_tokens), dim=1)
+        mask = mask | mask.take_along_dim(nodes[..., None], dim=1)
+    tokens = torch.cat((root[:, None], draft.draft_tokens), dim=1)
     return Tree(tokens, nodes, mask)
 
 
@@ -82,8 +82,7 @@ def accept_greedy(tree: Tree, predictions: Tensor) -> Tensor:
     """
     agrees = tree.tokens == predictions.gather(1, tree.parents)
     agrees[:, 0] = True  # the root
-    whole = agrees[:, None] | ~tree.mask
-    return whole.all(-1)
+    return (agrees[:, None] | ~tree.mask).all(-1)
 
 
 class EagleWorker:
@@ -140,8 +139,7 @@ class EagleWorker:
         than fit behind the prompt.
         """
         vocab = range(self.config.vocab_size)
-        known = all(token in vocab for token in prompt)
-        if not prompt or not known:
+        if not prompt or not set(prompt) <= set(vocab):
             raise ValueError(f"prompt: expected tokens from 0 to {vocab[-1]}, got {prompt!r}")
         longest = self.config.max_context_len - self.config.num_draft_tokens
         room = longest - len(prompt)
@@ -186,20 +184,13 @@ class EagleWorker:
         tokens = self._tensor([request.prompt])
         positions = torch.arange(length, device=self.device)[None]
         mask = positions[..., None] >= positions
-        attention = PoolAttention(self.target_kv, slots, slots, mask)
+        attention = partial(pool_attention, self.target_kv, slots, slots, mask)
         features = self.target(tokens, positions, attention)
-        last = features[:, -1:]
-        logits = self.target.lm_head(last)
-        first = logits.argmax(-1)
-        tokens = tokens[:, 1:]
-        tokens = torch.cat((tokens, first), dim=1)
-        embedded = self.target.embed(tokens)
-        attention = PoolAttention(self.model.kv, slots, slots, mask)
-        hidden = self.model.head(embedded, features, positions, attention)
-        hidden = hidden[:, -1]
+        first = self.target.lm_head(features[:, -1:]).argmax(-1)
+        tokens = torch.cat((tokens[:, 1:], first), dim=1)
+        hidden = self.model.features(tokens, features, positions, slots, slots, mask)[:, -1]
         logits = self.target.lm_head(hidden)
-        topk_p, topk_index = first_level(logits, self.config.topk)
-        request.draft_input = (hidden, topk_p, topk_index)
+        request.draft_input = (hidden, *first_level(logits, self.config.topk))
         request.output = first[0].tolist()
         request.slots = taken
         request.req_pool_index = self.free_requests.pop(0)
@@ -209,17 +200,13 @@ class EagleWorker:
     def _speculate(self):
         """Draft, verify and draft-extend once; every request keeps its accepted path."""
         config = self.config
-        facts = []
-        for request in self.running:
-            row = (request.req_pool_index, request.output[-1], len(request.slots))
-            facts.append(row)
+        facts = [(one.req_pool_index, one.output[-1], len(one.slots)) for one in self.running]
         requests, root, lens = map(torch.tensor, zip(*facts))
         requests = requests.to(self.device)
         root = root.to(self.device)
         # A request's branches, and after the draft its nodes, take the first of its slots.
         count = len(self.running) * config.slots_per_step
-        slots = self._tensor(self.free_slots[:count])
-        slots = slots.view(len(requests), -1)
+        slots = self._tensor(self.free_slots[:count]).view(len(requests), -1)
         rows = zip(*(request.draft_input for request in self.running))
         start = dict(zip(DRAFT_INPUT, map(torch.cat, rows)))
         batch = DraftBatch.of(config, requests, lens, slots, **start)
@@ -229,34 +216,20 @@ class EagleWorker:
         predictions, features = self._timed("verify", self._verify, batch, node_slots)
         self.accepted = accept_greedy(self.tree, predictions)
         # Accepted nodes first, in path order. Rejected ones follow, so that every row has a slot of its own.
-        rank = self.accepted.byte()
-        order = rank.argsort(dim=1, descending=True, stable=True)
+        order = self.accepted.byte().argsort(dim=1, descending=True, stable=True)
         tokens = predictions.gather(1, order)
         node_slots = node_slots.gather(1, order)
-        by_row = order[..., None]
-        hidden = features.take_along_dim(by_row, dim=1)
+        hidden = features.take_along_dim(order[..., None], dim=1)
         counts = self.accepted.sum(1, dtype=torch.int32)
-        batch = DraftExtendBatch.of(
-            config,
-            requests,
-            lens,
-            node_slots,
-            counts,
-            input_ids=tokens.flatten(),
-            hidden_states=hidden.flatten(0, 1),
-        )
+        new = {"input_ids": tokens.flatten(), "hidden_states": hidden.flatten(0, 1)}
+        batch = DraftExtendBatch.of(config, requests, lens, node_slots, counts, **new)
         positions = batch.positions.view_as(tokens)
-        requests = requests[:, None]
-        self.req_to_token[requests, positions] = node_slots
+        self.req_to_token[requests[:, None], positions] = node_slots
         out = self._replay("extend", self.extend, batch)
         last = batch.select_index
         if len(out.logits) == len(last):  # the graph itself has picked the rows
             last = torch.arange(len(last), device=self.device)
-        rows = []
-        for name in DRAFT_INPUT:
-            tensor = getattr(out, name)
-            rows.append(tensor[last].split(1))
-        draft_inputs = zip(*rows)
+        draft_inputs = zip(*(tensor[last].split(1) for tensor in out[1:]))
         # The step's one synchronization with the device, then no more than lists.
         kept = zip(counts.tolist(), tokens.tolist(), node_slots.tolist())
         free = set(self.free_slots[:count])
@@ -279,17 +252,14 @@ class EagleWorker:
         """Run the target over all nodes at once: predictions (bs, w) and features (bs, w, H)."""
         longest = batch.seq_lens_cpu.max()
         prefix = self.req_to_token[batch.req_pool_indices, :longest]
-        lens = batch.seq_lens[:, None]
-        lens = lens.expand_as(node_slots)
+        lens = batch.seq_lens[:, None].expand_as(node_slots)
         prefix, seen = prefix_slots(prefix, lens)
         read_slots = torch.cat((prefix, node_slots), dim=1)
         mask = torch.cat((seen, self.tree.mask), dim=2)
-        attention = PoolAttention(self.target_kv, node_slots, read_slots, mask)
+        attention = partial(pool_attention, self.target_kv, node_slots, read_slots, mask)
         depths = self.tree.mask.sum(-1) - 1
-        positions = lens + depths
-        features = self.target(self.tree.tokens, positions, attention)
-        logits = self.target.lm_head(features)
-        return logits.argmax(-1), features
+        features = self.target(self.tree.tokens, lens + depths, attention)
+        return self.target.lm_head(features).argmax(-1), features
 
     def _retire(self):
         """Let finished requests leave the running batch."""
