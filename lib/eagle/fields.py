@@ -14,6 +14,7 @@ from math import prod
 from typing import Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.types import Device
 
@@ -173,6 +174,14 @@ class EagleConfig:
         """Of a KV pool for all requests at full length; slot 0 takes the writes of padding."""
         return 1 + self.max_batch_size * self.slots_per_request
 
+    def request_table(self, device: Device) -> Tensor:
+        """Of each request the KV slots, one stretch, (1 + max_batch_size, slots_per_request) int64.
+
+        Its tokens' first, then those of its draft branches. Row 0, of zeros, belongs to padding.
+        """
+        slots = torch.arange(1, self.kv_slots, device=device).view(self.max_batch_size, -1)
+        return F.pad(slots, (0, 0, 1, 0))
+
     def kv_pool(self, layers: int, device: Device) -> Tensor:
         """Keys, then values, of every slot: (layers, slots, 2 * H)."""
         width = 2 * self.hidden_size
@@ -230,7 +239,7 @@ class Batch:
         longest = config.max_context_len - config.num_draft_tokens
         lens = torch.randint(1, longest + 1, (batch_size,), generator=generator)
         accepted = torch.randint(1, config.num_steps + 2, (batch_size,), generator=generator, dtype=int32)
-        # As `DraftModel.random` lays requests out: one stretch each, here what follows its tokens.
+        # Of each request's row of `request_table` what follows its tokens.
         first = 1 + (requests - 1) * config.slots_per_request + lens
         slots = first[:, None] + torch.arange(config.slots_per_step)
         batch = cls.of(config, requests, lens, slots, accepted)
@@ -300,3 +309,9 @@ class DraftExtendBatch(attributes("draft_extend"), Batch):
             select_index=rows[:, 0] + accepted - 1,
             **fields,
         )
+
+
+def first_level(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Probabilities (float32) and indices of the k best tokens, (..., k); all ones for k = 1 (SGLang)."""
+    probs, index = torch.softmax(logits.float(), dim=-1).topk(k, dim=-1)
+    return (torch.ones_like(probs) if k == 1 else probs), index

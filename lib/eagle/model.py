@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.types import Device
 
-from lib.eagle.fields import DraftBatch, DraftExtendBatch, EagleConfig
+from lib.eagle.fields import DraftBatch, DraftExtendBatch, EagleConfig, first_level
 
 TRAINED = Path(__file__).parents[2] / "data/models"
 
@@ -38,7 +38,7 @@ def pool_attention(pool, write_slots, read_slots, mask, layer, q, k, v):
     """Writes the new rows' keys and values to slots (B, T) of the pool, then attends over others, (B, C).
 
     mask (B, T, C) is true where a row sees a column. A column that no row may see must still name a slot of
-    the request itself: a masked weight of 0 times a NaN is a NaN, and slot 0 holds whatever padding left there.
+    the request itself: a masked weight of 0 times a NaN is a NaN, and slot 0 holds what padding left there.
     """
     slots = pool[layer]
     written = torch.cat((k, v), dim=1)
@@ -150,12 +150,6 @@ def both_models(config: EagleConfig) -> nn.ModuleDict:
     return models.to(config.dtype).requires_grad_(False)
 
 
-def first_level(logits, k):
-    """Probabilities (float32) and indices of the k best tokens, (..., k); all ones for k = 1 (SGLang)."""
-    probs, index = torch.softmax(logits.float(), dim=-1).topk(k, dim=-1)
-    return (torch.ones_like(probs) if k == 1 else probs), index
-
-
 @dataclass
 class DraftModel:
     """What both graphs compute with: the head, its KV pool, the table from request and position to slot."""
@@ -164,7 +158,7 @@ class DraftModel:
     target: TargetModel  # for its embedding and LM head
     head: EagleHead
     kv: Tensor  # (1, slots, 2 * H), see `EagleConfig.kv_pool`
-    req_to_token: Tensor  # (1 + max_batch_size, max_context_len) int64; row 0 belongs to padding
+    req_to_token: Tensor  # see `EagleConfig.request_table`
 
     @classmethod
     def random(cls, config: EagleConfig, device: Device = "cpu", seed: int = 0) -> DraftModel:
@@ -173,11 +167,7 @@ class DraftModel:
             torch.manual_seed(seed)
             models = both_models(replace(config, num_target_layers=0))
             kv = config.kv_pool(1, device).normal_()
-            slots = torch.arange(1, config.kv_slots)
-        # A request owns one stretch of slots: for its tokens, then for its draft branches.
-        slots = slots.view(config.max_batch_size, -1)[:, : config.max_context_len]
-        req_to_token = F.pad(slots, (0, 0, 1, 0))
-        return cls(config, **models, kv=kv, req_to_token=req_to_token)
+        return cls(config, models["target"], models["head"], kv, config.request_table(device))
 
     def features(self, tokens, hidden, positions, write_slots, read_slots, mask):
         """The head over tokens and hidden, written to and read from the pool: (B, T, H)."""

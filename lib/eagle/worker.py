@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.types import Device
 
-from lib.eagle.fields import DraftBatch, DraftExtendBatch, EagleConfig
+from lib.eagle.fields import DraftBatch, DraftExtendBatch, EagleConfig, first_level
 from lib.eagle.model import (
     DraftExtendOutput,
     DraftModel,
@@ -25,7 +25,6 @@ from lib.eagle.model import (
     EagleHead,
     TargetModel,
     causal_attention,
-    first_level,
     pool_attention,
     prefix_slots,
 )
@@ -41,8 +40,12 @@ class Request:
     output: list[int] = field(default_factory=list)
     accept_lengths: list[int] = field(default_factory=list)  # tokens gained by each step, bonus included
     req_pool_index: int = 0
-    slots: list[int] = field(default_factory=list)  # of its committed tokens, in order
     draft_input: tuple[Tensor, ...] = ()  # its row of DRAFT_INPUT, left by draft-extend or by the prefill
+
+    @property
+    def committed(self) -> int:
+        """How many of its tokens have keys and values in the pools: all but the last."""
+        return len(self.prompt) + len(self.output) - 1
 
     @property
     def finished(self) -> bool:
@@ -97,8 +100,9 @@ class EagleWorker:
     new request, "draft copy", "draft replay", "verify", "extend copy" and "extend replay". What they leave of
     the step is the loop itself. `tree` and `accepted` are what that step drafted, and which nodes it kept.
 
-    Slots 1 and up are handed out, 0 is for padding. Work is done in slots that still count as free, and they
-    are taken when all went well: after an error or an interrupt everything is as before the step.
+    A request has a row of `req_to_token`: the slots of its committed tokens, then those to work in. A step
+    changes their order alone, and takes slots by longer texts when all went well: after an error or an
+    interrupt everything is as before it.
     """
 
     def __init__(
@@ -113,11 +117,8 @@ class EagleWorker:
         self.config = config
         self.target = target
         self.device = device
-        self.free_slots = list(range(1, config.kv_slots))
-        requests = 1 + config.max_batch_size
-        self.free_requests = list(range(1, requests))
-        shape = (requests, config.max_context_len)
-        self.req_to_token = torch.zeros(shape, dtype=torch.int64, device=device)
+        self.free_requests = list(range(1, 1 + config.max_batch_size))
+        self.req_to_token = config.request_table(device)
         self.target_kv = config.kv_pool(config.num_target_layers, device)
         draft_kv = config.kv_pool(1, device)
         self.model = DraftModel(config, target, head, draft_kv, self.req_to_token)
@@ -167,9 +168,6 @@ class EagleWorker:
             finished += self._retire()
         return finished
 
-    def _tensor(self, values):
-        return torch.tensor(values, device=self.device)
-
     def _timed(self, name, work, *args):
         start = time.perf_counter()
         done = work(*args)
@@ -179,9 +177,9 @@ class EagleWorker:
     def _prefill(self, request):
         """Target, then head, over the whole prompt; the head reads tokens shifted by one."""
         length = len(request.prompt)
-        taken = self.free_slots[:length]
-        slots = self._tensor([taken])
-        tokens = self._tensor([request.prompt])
+        index = self.free_requests[0]
+        slots = self.req_to_token[index, :length][None]
+        tokens = torch.tensor([request.prompt], device=self.device)
         positions = torch.arange(length, device=self.device)[None]
         mask = positions[..., None] >= positions
         attention = partial(pool_attention, self.target_kv, slots, slots, mask)
@@ -192,21 +190,19 @@ class EagleWorker:
         logits = self.target.lm_head(hidden)
         request.draft_input = (hidden, *first_level(logits, self.config.topk))
         request.output = first[0].tolist()
-        request.slots = taken
         request.req_pool_index = self.free_requests.pop(0)
-        self.req_to_token[request.req_pool_index, :length] = slots
-        del self.free_slots[:length]
 
     def _speculate(self):
         """Draft, verify and draft-extend once; every request keeps its accepted path."""
         config = self.config
-        facts = [(one.req_pool_index, one.output[-1], len(one.slots)) for one in self.running]
+        facts = [(one.req_pool_index, one.output[-1], one.committed) for one in self.running]
         requests, root, lens = map(torch.tensor, zip(*facts))
         requests = requests.to(self.device)
         root = root.to(self.device)
-        # A request's branches, and after the draft its nodes, take the first of its slots.
-        count = len(self.running) * config.slots_per_step
-        slots = self._tensor(self.free_slots[:count]).view(len(requests), -1)
+        # A request's branches, and after the draft its nodes, take the slots behind its committed tokens.
+        own = self.req_to_token[requests]
+        columns = lens[:, None] + torch.arange(config.slots_per_step)
+        slots = own.gather(1, columns.to(self.device))
         rows = zip(*(request.draft_input for request in self.running))
         start = dict(zip(DRAFT_INPUT, map(torch.cat, rows)))
         batch = DraftBatch.of(config, requests, lens, slots, **start)
@@ -231,16 +227,12 @@ class EagleWorker:
             last = torch.arange(len(last), device=self.device)
         draft_inputs = zip(*(tensor[last].split(1) for tensor in out[1:]))
         # The step's one synchronization with the device, then no more than lists.
-        kept = zip(counts.tolist(), tokens.tolist(), node_slots.tolist())
-        free = set(self.free_slots[:count])
-        for request, draft_input, (length, tokens, slots) in zip(self.running, draft_inputs, kept):
+        kept = zip(self.running, draft_inputs, counts.tolist(), tokens.tolist())
+        for request, draft_input, length, tokens in kept:
             request.draft_input = draft_input
             request.accept_lengths.append(length)
-            request.slots += slots[:length]
-            free.difference_update(request.slots)
             text = request.output + tokens[:length]
             request.output = text[: request.max_new_tokens]
-        self.free_slots[:count] = free
 
     def _replay(self, name, runner, batch):
         if runner.placed:  # sources have to lie at fixed addresses; their producer is this loop
@@ -266,9 +258,7 @@ class EagleWorker:
         finished = [request for request in self.running if request.finished]
         for request in finished:
             self.running.remove(request)
-            self.free_slots += request.slots
             self.free_requests.append(request.req_pool_index)
-            request.slots = []
         return finished
 
 
