@@ -44,8 +44,9 @@ def pool_attention(pool, write_slots, read_slots, mask, layer, q, k, v):
     written = torch.cat((k, v), dim=1)
     slots[write_slots] = join_heads(written)
     read = F.embedding(read_slots, slots)
-    k, v = split_heads(read, written.shape[1]).chunk(2, dim=1)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None])
+    read = split_heads(read, written.shape[1])
+    k, v = read.chunk(2, dim=1)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.unsqueeze(1))
 
 
 def prefix_slots(slots, lens):
@@ -61,7 +62,8 @@ def prefix_slots(slots, lens):
 
 def split_heads(x, heads):
     """(B, T, H) -> (B, heads, T, head_dim)."""
-    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+    x = x.unflatten(2, (heads, -1))
+    return x.transpose(1, 2)
 
 
 def join_heads(x):
@@ -71,14 +73,16 @@ def join_heads(x):
 
 def rotate(x, positions):
     """Rotary embedding of x (B, heads, T, head_dim) at positions (B, T): halves of a head are pairs."""
-    half = x.shape[-1] // 2
+    first, second = x.chunk(2, dim=3)
+    half = first.shape[3]
     steps = torch.arange(half, device=x.device)
     frequencies = 10000.0 ** (-steps / half)
     angles = positions[:, None, :, None] * frequencies
-    angles = torch.cat((angles, angles), dim=-1)
-    first, second = x.chunk(2, dim=-1)
-    turned = torch.cat((-second, first), dim=-1)
-    return x * angles.cos().to(x.dtype) + turned * angles.sin().to(x.dtype)
+    angles = torch.cat((angles, angles), dim=3)
+    turned = torch.cat((-second, first), dim=3)
+    cos = angles.cos().to(x.dtype)
+    sin = angles.sin().to(x.dtype)
+    return x * cos + turned * sin
 
 
 class DecoderLayer(nn.Module):
@@ -98,14 +102,17 @@ class DecoderLayer(nn.Module):
         self.down = Linear(inner, hidden)
 
     def forward(self, x, positions, attention):
-        qkv = self.qkv(self.attn_norm(x))
-        q, k, v = split_heads(qkv, 3 * self.heads).chunk(3, dim=1)
+        normed = self.attn_norm(x)
+        qkv = self.qkv(normed)
+        qkv = split_heads(qkv, 3 * self.heads)
+        q, k, v = qkv.chunk(3, dim=1)
         q = rotate(q, positions)
         k = rotate(k, positions)
         mixed = attention(self.index, q, k, v)
-        x = x + self.out(join_heads(mixed))
-        gate_up = self.gate_up(self.mlp_norm(x))
-        gate, up = gate_up.chunk(2, dim=-1)
+        mixed = join_heads(mixed)
+        x = x + self.out(mixed)
+        normed = self.mlp_norm(x)
+        gate, up = self.gate_up(normed).chunk(2, dim=2)
         return x + self.down(F.silu(gate) * up)
 
 
@@ -141,11 +148,13 @@ class EagleHead(nn.Module):
 
     def forward(self, embedded, hidden, positions, attention):
         """Embedded tokens and hidden (B, T, H), positions (B, T) -> features (B, T, H)."""
-        x = self.fc(torch.cat((embedded, hidden), dim=-1))
+        pair = torch.cat((embedded, hidden), dim=2)
+        x = self.fc(pair)
         return self.layer(x, positions, attention)
 
 
 def both_models(config: EagleConfig) -> nn.ModuleDict:
+    """Target and head in the config's dtype."""
     models = nn.ModuleDict({"target": TargetModel(config), "head": EagleHead(config)})
     return models.to(config.dtype).requires_grad_(False)
 
@@ -172,7 +181,8 @@ class DraftModel:
     def features(self, tokens, hidden, positions, write_slots, read_slots, mask):
         """The head over tokens and hidden, written to and read from the pool: (B, T, H)."""
         attention = partial(pool_attention, self.kv, write_slots, read_slots, mask)
-        return self.head(self.target.embed(tokens), hidden, positions, attention)
+        embedded = self.target.embed(tokens)
+        return self.head(embedded, hidden, positions, attention)
 
 
 class DraftOutput(NamedTuple):
@@ -196,38 +206,45 @@ def draft_forward(model: DraftModel, batch: DraftBatch) -> DraftOutput:
     bs, k = tokens.shape
     lane_slots = batch.out_cache_loc.view(bs, k, -1)
     positions = batch.positions.view(bs, k)
-    itself = torch.eye(k, dtype=torch.bool, device=tokens.device).expand(bs, k, k)
+    itself = torch.eye(k, dtype=torch.bool, device=tokens.device)
+    itself = itself.expand(bs, k, k)
     # At first the committed text is the only lane. Slots (bs, C) are what lanes read, seen what each sees.
     parents = torch.full_like(tokens[:, :1], -1)
-    hidden = batch.hidden_states[:, None]
+    hidden = batch.hidden_states.unsqueeze(1)
+    lens = batch.seq_lens.unsqueeze(1)
     slots = model.req_to_token[batch.req_pool_indices]
-    slots, seen = prefix_slots(slots, batch.seq_lens[:, None])
+    slots, seen = prefix_slots(slots, lens)
     first = 0  # of the candidates of the last level
     for level in range(model.config.num_steps - 1):
         # The k best of them take over the lanes, and see what their parents saw and themselves.
         lane_scores, best = scores[:, first:].topk(k)
-        lane_tokens = tokens[:, first:].gather(1, best)
         lanes = first + best
+        lane_tokens = tokens.gather(1, lanes)
         parents = torch.cat((parents, lanes), dim=1)
-        lane = (best // k)[..., None]
+        lane = best // k
+        lane = lane.unsqueeze(2)
         hidden = hidden.take_along_dim(lane, dim=1)
         seen = seen.take_along_dim(lane, dim=1)
         seen = torch.cat((seen, itself), dim=2)
         write_slots = lane_slots[..., level]
         slots = torch.cat((slots, write_slots), dim=1)
-        hidden = model.features(lane_tokens, hidden, positions, write_slots, slots, seen)
-        probabilities, children = first_level(model.target.lm_head(hidden), k)
-        path_scores = lane_scores[..., None] * probabilities
-        positions = positions + 1
+        hidden = model.features(lane_tokens, hidden, positions + level, write_slots, slots, seen)
+        logits = model.target.lm_head(hidden)
+        probabilities, children = first_level(logits, k)
+        path_scores = lane_scores.unsqueeze(2) * probabilities
+        path_scores = path_scores.flatten(1)
+        children = children.flatten(1)
         first = tokens.shape[1]
-        tokens = torch.cat((tokens, children.flatten(1)), dim=1)
-        scores = torch.cat((scores, path_scores.flatten(1)), dim=1)
+        tokens = torch.cat((tokens, children), dim=1)
+        scores = torch.cat((scores, path_scores), dim=1)
 
     # A stable sort: at equal scores the parent comes first, so that no chosen node lacks its parent.
     ranked = scores.argsort(dim=1, descending=True, stable=True)
     budget = model.config.num_draft_tokens - 1  # the root is given
-    chosen, _ = ranked[:, :budget].sort()
-    return DraftOutput(parents, chosen, tokens.gather(1, chosen), scores)
+    best = ranked[:, :budget]
+    chosen, _ = best.sort()
+    tokens = tokens.gather(1, chosen)
+    return DraftOutput(parents, chosen, tokens, scores)
 
 
 class DraftExtendOutput(NamedTuple):
@@ -248,13 +265,15 @@ def draft_extend_forward(model: DraftModel, batch: DraftExtendBatch) -> DraftExt
     """
     w = model.config.num_draft_tokens
     prefix = batch.seq_lens - batch.extend_seq_lens
-    lens = prefix[:, None] + torch.arange(1, w + 1, device=prefix.device)
+    rows = torch.arange(1, w + 1, device=prefix.device)
+    lens = prefix.unsqueeze(1) + rows
     lens = lens.clamp(min=1)  # a request of padding is shorter than w; its rows see one column
     slots = model.req_to_token[batch.req_pool_indices]
     slots, mask = prefix_slots(slots, lens)
     rows = (batch.input_ids, batch.hidden_states, batch.positions, batch.out_cache_loc)
     rows = [tensor.unflatten(0, (-1, w)) for tensor in rows]
-    hidden = model.features(*rows, slots, mask).flatten(0, 1)
+    hidden = model.features(*rows, slots, mask)
+    hidden = hidden.flatten(0, 1)
     if batch.select_index is not None:
         hidden = hidden[batch.select_index]
     logits = model.target.lm_head(hidden)
@@ -267,9 +286,8 @@ def load_trained(config: EagleConfig, device: Device = "cpu"):
     # Here, since scripts/record.py does without it, on a GPU machine with little more than torch.
     from safetensors.torch import load_file
 
-    models = both_models(config)
+    models = both_models(config).to(device)
     models.load_state_dict(load_file(TRAINED / "tiny.safetensors"))
-    models.to(device)
     return models["target"], models["head"]
 
 

@@ -71,10 +71,13 @@ def build_tree(root: Tensor, draft: DraftOutput, topk: int, num_steps: int) -> T
     nodes = torch.searchsorted(chosen, parents, right=True)
     nodes = F.pad(nodes, (1, 0))
     bs, w = nodes.shape
-    mask = torch.eye(w, dtype=torch.bool, device=root.device).expand(bs, w, w)
+    mask = torch.eye(w, dtype=torch.bool, device=root.device)
+    mask = mask.expand(bs, w, w)
+    parent = nodes.unsqueeze(2)
     for _ in range(num_steps):
-        mask = mask | mask.take_along_dim(nodes[..., None], dim=1)
-    tokens = torch.cat((root[:, None], draft.draft_tokens), dim=1)
+        mask = mask | mask.take_along_dim(parent, dim=1)
+    root = root.unsqueeze(1)
+    tokens = torch.cat((root, draft.draft_tokens), dim=1)
     return Tree(tokens, nodes, mask)
 
 
@@ -85,7 +88,8 @@ def accept_greedy(tree: Tree, predictions: Tensor) -> Tensor:
     """
     agrees = tree.tokens == predictions.gather(1, tree.parents)
     agrees[:, 0] = True  # the root
-    return (agrees[:, None] | ~tree.mask).all(-1)
+    whole = agrees.unsqueeze(1) | ~tree.mask
+    return whole.all(2)
 
 
 class EagleWorker:
@@ -178,31 +182,41 @@ class EagleWorker:
         """Target, then head, over the whole prompt; the head reads tokens shifted by one."""
         length = len(request.prompt)
         index = self.free_requests[0]
-        slots = self.req_to_token[index, :length][None]
+        slots = self.req_to_token[index, :length]
+        slots = slots.unsqueeze(0)
         tokens = torch.tensor([request.prompt], device=self.device)
         positions = torch.arange(length, device=self.device)[None]
         mask = positions[..., None] >= positions
         attention = partial(pool_attention, self.target_kv, slots, slots, mask)
         features = self.target(tokens, positions, attention)
-        first = self.target.lm_head(features[:, -1:]).argmax(-1)
+        last = features[:, -1:]
+        logits = self.target.lm_head(last)
+        first = logits.argmax(-1)
         tokens = torch.cat((tokens[:, 1:], first), dim=1)
-        hidden = self.model.features(tokens, features, positions, slots, slots, mask)[:, -1]
+        hidden = self.model.features(tokens, features, positions, slots, slots, mask)
+        hidden = hidden[:, -1]
         logits = self.target.lm_head(hidden)
-        request.draft_input = (hidden, *first_level(logits, self.config.topk))
+        topk_p, topk_index = first_level(logits, self.config.topk)
+        request.draft_input = (hidden, topk_p, topk_index)
         request.output = first[0].tolist()
         request.req_pool_index = self.free_requests.pop(0)
 
     def _speculate(self):
         """Draft, verify and draft-extend once; every request keeps its accepted path."""
         config = self.config
-        facts = [(one.req_pool_index, one.output[-1], one.committed) for one in self.running]
+        facts = []
+        for request in self.running:
+            row = (request.req_pool_index, request.output[-1], request.committed)
+            facts.append(row)
         requests, root, lens = map(torch.tensor, zip(*facts))
         requests = requests.to(self.device)
         root = root.to(self.device)
         # A request's branches, and after the draft its nodes, take the slots behind its committed tokens.
         own = self.req_to_token[requests]
-        columns = lens[:, None] + torch.arange(config.slots_per_step)
-        slots = own.gather(1, columns.to(self.device))
+        behind = torch.arange(config.slots_per_step)
+        columns = lens.unsqueeze(1) + behind
+        columns = columns.to(self.device)
+        slots = own.gather(1, columns)
         rows = zip(*(request.draft_input for request in self.running))
         start = dict(zip(DRAFT_INPUT, map(torch.cat, rows)))
         batch = DraftBatch.of(config, requests, lens, slots, **start)
@@ -212,20 +226,27 @@ class EagleWorker:
         predictions, features = self._timed("verify", self._verify, batch, node_slots)
         self.accepted = accept_greedy(self.tree, predictions)
         # Accepted nodes first, in path order. Rejected ones follow, so that every row has a slot of its own.
-        order = self.accepted.byte().argsort(dim=1, descending=True, stable=True)
+        rank = self.accepted.byte()
+        order = rank.argsort(dim=1, descending=True, stable=True)
         tokens = predictions.gather(1, order)
         node_slots = node_slots.gather(1, order)
-        hidden = features.take_along_dim(order[..., None], dim=1)
+        by_row = order.unsqueeze(2)
+        hidden = features.take_along_dim(by_row, dim=1)
         counts = self.accepted.sum(1, dtype=torch.int32)
         new = {"input_ids": tokens.flatten(), "hidden_states": hidden.flatten(0, 1)}
         batch = DraftExtendBatch.of(config, requests, lens, node_slots, counts, **new)
         positions = batch.positions.view_as(tokens)
-        self.req_to_token[requests[:, None], positions] = node_slots
+        requests = requests.unsqueeze(1)
+        self.req_to_token[requests, positions] = node_slots
         out = self._replay("extend", self.extend, batch)
         last = batch.select_index
         if len(out.logits) == len(last):  # the graph itself has picked the rows
             last = torch.arange(len(last), device=self.device)
-        draft_inputs = zip(*(tensor[last].split(1) for tensor in out[1:]))
+        rows = []
+        for tensor in out[1:]:
+            picked = tensor[last]
+            rows.append(picked.split(1))
+        draft_inputs = zip(*rows)
         # The step's one synchronization with the device, then no more than lists.
         kept = zip(self.running, draft_inputs, counts.tolist(), tokens.tolist())
         for request, draft_input, length, tokens in kept:
@@ -244,14 +265,17 @@ class EagleWorker:
         """Run the target over all nodes at once: predictions (bs, w) and features (bs, w, H)."""
         longest = batch.seq_lens_cpu.max()
         prefix = self.req_to_token[batch.req_pool_indices, :longest]
-        lens = batch.seq_lens[:, None].expand_as(node_slots)
+        lens = batch.seq_lens.unsqueeze(1)
+        lens = lens.expand_as(node_slots)
         prefix, seen = prefix_slots(prefix, lens)
         read_slots = torch.cat((prefix, node_slots), dim=1)
         mask = torch.cat((seen, self.tree.mask), dim=2)
         attention = partial(pool_attention, self.target_kv, node_slots, read_slots, mask)
-        depths = self.tree.mask.sum(-1) - 1
-        features = self.target(self.tree.tokens, lens + depths, attention)
-        return self.target.lm_head(features).argmax(-1), features
+        depths = self.tree.mask.sum(2) - 1
+        positions = lens + depths
+        features = self.target(self.tree.tokens, positions, attention)
+        logits = self.target.lm_head(features)
+        return logits.argmax(2), features
 
     def _retire(self):
         """Let finished requests leave the running batch."""
