@@ -184,8 +184,8 @@ class EagleConfig:
 
     def kv_pool(self, layers: int, device: Device) -> Tensor:
         """Keys, then values, of every slot: (layers, slots, 2 * H)."""
-        width = 2 * self.hidden_size
-        return torch.zeros(layers, self.kv_slots, width, dtype=self.dtype, device=device)
+        shape = layers, self.kv_slots, 2 * self.hidden_size
+        return torch.zeros(shape, dtype=self.dtype, device=device)
 
     def table(self, runner: str) -> list[Field]:
         """The rows of "draft" or "draft_extend" that have a buffer here, with numbers for words."""
@@ -222,9 +222,8 @@ PRESETS = {
 
 def attributes(table: str) -> type:
     """A class with an attribute for every field of a table, None where it does not come."""
-    names = [field.name for field in JUNE[table] + OCTOBER[table]]
-    attributes = [(name, Tensor | None, None) for name in names]
-    return make_dataclass(table, attributes, eq=False, namespace={"table": table})
+    names = [(field.name, Tensor | None, None) for field in JUNE[table] + OCTOBER[table]]
+    return make_dataclass(table, names, eq=False, namespace={"table": table})
 
 
 class Batch:

@@ -42,11 +42,13 @@ def pool_attention(pool, write_slots, read_slots, mask, layer, q, k, v):
     """
     slots = pool[layer]
     written = torch.cat((k, v), dim=1)
-    slots[write_slots] = join_heads(written)
+    rows = join_heads(written)
+    slots[write_slots] = rows
     read = F.embedding(read_slots, slots)
     read = split_heads(read, written.shape[1])
     k, v = read.chunk(2, dim=1)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.unsqueeze(1))
+    mask = mask.unsqueeze(1)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
 def prefix_slots(slots, lens):
@@ -55,8 +57,10 @@ def prefix_slots(slots, lens):
     No row may see more than the last. Columns that it does not see repeat the request's first slot.
     """
     columns = torch.arange(slots.shape[1], device=slots.device)
-    mask = columns < lens[..., None]
-    slots = torch.where(mask[:, -1], slots, slots[:, :1])
+    lens = lens.unsqueeze(2)
+    mask = columns < lens
+    own = slots[:, :1]
+    slots = torch.where(mask[:, -1], slots, own)
     return slots, mask
 
 
@@ -68,7 +72,8 @@ def split_heads(x, heads):
 
 def join_heads(x):
     """(B, heads, T, head_dim) -> (B, T, H)."""
-    return x.transpose(1, 2).flatten(2)
+    x = x.transpose(1, 2)
+    return x.flatten(2)
 
 
 def rotate(x, positions):
@@ -77,7 +82,8 @@ def rotate(x, positions):
     half = first.shape[3]
     steps = torch.arange(half, device=x.device)
     frequencies = 10000.0 ** (-steps / half)
-    angles = positions[:, None, :, None] * frequencies
+    positions = positions[:, None, :, None]
+    angles = positions * frequencies
     angles = torch.cat((angles, angles), dim=3)
     turned = torch.cat((-second, first), dim=3)
     cos = angles.cos().to(x.dtype)
@@ -112,8 +118,10 @@ class DecoderLayer(nn.Module):
         mixed = join_heads(mixed)
         x = x + self.out(mixed)
         normed = self.mlp_norm(x)
-        gate, up = self.gate_up(normed).chunk(2, dim=2)
-        return x + self.down(F.silu(gate) * up)
+        gate_up = self.gate_up(normed)
+        gate, up = gate_up.chunk(2, dim=2)
+        inner = F.silu(gate) * up
+        return x + self.down(inner)
 
 
 class TargetModel(nn.Module):
@@ -123,9 +131,10 @@ class TargetModel(nn.Module):
         super().__init__()
         hidden = config.hidden_size
         vocab = config.vocab_size
-        layers = range(config.num_target_layers)
         self.embed = nn.Embedding(vocab, hidden)
-        self.layers = nn.ModuleList(DecoderLayer(config, index) for index in layers)
+        self.layers = nn.ModuleList()
+        for index in range(config.num_target_layers):
+            self.layers.append(DecoderLayer(config, index))
         self.norm = RMSNorm(hidden)
         self.lm_head = Linear(hidden, vocab)
 
@@ -155,8 +164,11 @@ class EagleHead(nn.Module):
 
 def both_models(config: EagleConfig) -> nn.ModuleDict:
     """Target and head in the config's dtype."""
-    models = nn.ModuleDict({"target": TargetModel(config), "head": EagleHead(config)})
-    return models.to(config.dtype).requires_grad_(False)
+    models = nn.ModuleDict()
+    models["target"] = TargetModel(config)
+    models["head"] = EagleHead(config)
+    models.to(config.dtype)
+    return models.requires_grad_(False)
 
 
 @dataclass
@@ -215,9 +227,11 @@ def draft_forward(model: DraftModel, batch: DraftBatch) -> DraftOutput:
     slots = model.req_to_token[batch.req_pool_indices]
     slots, seen = prefix_slots(slots, lens)
     first = 0  # of the candidates of the last level
-    for level in range(model.config.num_steps - 1):
+    more_levels = model.config.num_steps - 1
+    for level in range(more_levels):
         # The k best of them take over the lanes, and see what their parents saw and themselves.
-        lane_scores, best = scores[:, first:].topk(k)
+        level_scores = scores[:, first:]
+        lane_scores, best = level_scores.topk(k)
         lanes = first + best
         lane_tokens = tokens.gather(1, lanes)
         parents = torch.cat((parents, lanes), dim=1)
@@ -270,9 +284,11 @@ def draft_extend_forward(model: DraftModel, batch: DraftExtendBatch) -> DraftExt
     lens = lens.clamp(min=1)  # a request of padding is shorter than w; its rows see one column
     slots = model.req_to_token[batch.req_pool_indices]
     slots, mask = prefix_slots(slots, lens)
-    rows = (batch.input_ids, batch.hidden_states, batch.positions, batch.out_cache_loc)
-    rows = [tensor.unflatten(0, (-1, w)) for tensor in rows]
-    hidden = model.features(*rows, slots, mask)
+    input_ids = batch.input_ids.view(-1, w)
+    hidden = batch.hidden_states.unflatten(0, (-1, w))
+    positions = batch.positions.view(-1, w)
+    write_slots = batch.out_cache_loc.view(-1, w)
+    hidden = model.features(input_ids, hidden, positions, write_slots, slots, mask)
     hidden = hidden.flatten(0, 1)
     if batch.select_index is not None:
         hidden = hidden[batch.select_index]
@@ -286,12 +302,15 @@ def load_trained(config: EagleConfig, device: Device = "cpu"):
     # Here, since scripts/record.py does without it, on a GPU machine with little more than torch.
     from safetensors.torch import load_file
 
-    models = both_models(config).to(device)
-    models.load_state_dict(load_file(TRAINED / "tiny.safetensors"))
+    models = both_models(config)
+    weights = load_file(TRAINED / "tiny.safetensors")
+    models.load_state_dict(weights)
+    models.to(device)
     return models["target"], models["head"]
 
 
 def load_prompts() -> list[list[int]]:
     """The held-out prompts of data/models: starts of lines, cut at ragged lengths, as bytes."""
     text = (TRAINED / "prompts.txt").read_bytes()
-    return [list(b"\n" + line) for line in text.splitlines()]
+    lines = text.splitlines()
+    return [list(b"\n" + line) for line in lines]

@@ -44,8 +44,9 @@ class InputBuffers:
             buffer = torch.full(shape, field.pad or 0, dtype=field.dtype, device=where)
             # Rows of a large field need no padding: no real row depends on them.
             pad = None if field.large and not field.fill_if_missing else field.pad
-            optional = field.required, field.fill_if_missing
-            static = StaticInput(buffer, field.rows, pad, *optional, field.dim, field.source_dtype)
+            static = StaticInput(
+                buffer, field.rows, pad, field.required, field.fill_if_missing, field.dim, field.source_dtype
+            )
             self.inputs[field.name] = static
             self.of_storage[buffer.untyped_storage()._cdata] = field
             if field.host:
@@ -92,19 +93,17 @@ class InputBuffers:
                 got = SIGNATURE(source) if isinstance(source, Tensor) else type(source)
                 if got != expected:
                     raise ValueError(f"{name}: expected {expected}, got {got}")
-            if field.host:
-                if padded:
-                    on_host.append((self.tensors[name], self.host_pads[name]))
-                if comes:
-                    on_host.append((rows, source))
-                continue
-            if comes:
-                side = step.large if field.large else step.small
-                side[name] = rows, source
-            if field.pad is not None and padded:
+            if padded and field.host:
+                on_host.append((self.tensors[name], self.host_pads[name]))
+            elif padded and field.pad is not None:
                 step.fills.append((self.tensors[name], field.pad))
             elif field.fill_if_missing and not comes:
                 step.fills.append((rows, field.pad))
+            if comes and field.host:
+                on_host.append((rows, source))
+            elif comes:
+                side = step.large if field.large else step.small
+                side[name] = rows, source
         return step, host_copies(on_host)
 
 
@@ -147,9 +146,8 @@ class GraphRunner:
         self.config = config
         self.strategy = strategy
         self.model = model
-        self.table = self.batch_class.table  # its name in a layout
         self.device = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0", as on tensors
-        self.buffers = InputBuffers(config, config.table(self.table), self.device)
+        self.buffers = InputBuffers(config, config.table(self.batch_class.table), self.device)
         self.kept = {}  # the copies of the strategies whose calls can be kept
         for name, route in ROUTES.items():
             route = partial(self.buffers.route, route)
@@ -176,7 +174,8 @@ class GraphRunner:
         for captured in reversed(self.config.capture_batch_sizes):
             producer = self.producer(captured)
             tensors = list(producer.inputs.tensors().values())
-            tensors += [static.buffer for static in producer.outputs.values()]
+            for static in producer.outputs.values():
+                tensors.append(static.buffer)
             held = [tensor.clone() for tensor in tensors]
             for static in producer.outputs.values():
                 static.buffer.fill_(static.pad or 0)
@@ -207,8 +206,10 @@ class GraphRunner:
         written = {}
         for name, tensor in (rows | outputs).items():
             written[name] = replace(self.buffers.inputs[name], buffer=tensor)
-        before, inside = ([], calls) if self.copy_in_graph else (calls, [])
-        return Producer(self.batch_class(**rows | inputs), written, before, inside)
+        read = self.batch_class(**rows | inputs)
+        if self.copy_in_graph:
+            return Producer(read, written, before=[], inside=calls)
+        return Producer(read, written, before=calls, inside=[])
 
     @torch.no_grad()
     def inputs(self, batch_size: int, names: Iterable[str] | None = None) -> Batch:
@@ -286,7 +287,11 @@ class GraphRunner:
         if not self.graphs:
             self.capture()
         outputs = self.graphs[captured].replay()
-        return outputs._make(tensor[: len(tensor) // captured * batch_size] for tensor in outputs)
+        cut = []
+        for tensor in outputs:
+            rows = len(tensor) // captured * batch_size
+            cut.append(tensor[:rows])
+        return outputs._make(cut)
 
     def replay(self, batch: Batch) -> NamedTuple:
         """Copy the inputs and replay; outputs are valid until the next replay. Raises as `copy_inputs`."""

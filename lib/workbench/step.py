@@ -117,7 +117,7 @@ class StepCopies:
                     dtype = static.buffer.dtype
                     dtypes = str(dtype)[6:], str(source.dtype)[6:]
                     size = source.numel() * dtype.itemsize
-                    rows.append((runner.table, name, tuple(source.shape), *dtypes, size))
+                    rows.append((batch.table, name, tuple(source.shape), *dtypes, size))
         return pd.DataFrame(rows, columns=["replay", "field", "shape", "dtype", "source", "bytes"])
 
 
