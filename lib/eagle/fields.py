@@ -175,10 +175,7 @@ class EagleConfig:
         return 1 + self.max_batch_size * self.slots_per_request
 
     def request_table(self, device: Device) -> Tensor:
-        """Of each request the KV slots, one stretch, (1 + max_batch_size, slots_per_request) int64.
-
-        Its tokens' first, then those of its draft branches. Row 0, of zeros, belongs to padding.
-        """
+        """Rows of KV slots, (1 + max_batch_size, slots_per_request) int64: a request each; 0 is padding's."""
         slots = torch.arange(1, self.kv_slots, device=device).view(self.max_batch_size, -1)
         return F.pad(slots, (0, 0, 1, 0))
 
@@ -190,21 +187,16 @@ class EagleConfig:
     def table(self, runner: str) -> list[Field]:
         """The rows of "draft" or "draft_extend" that have a buffer here, with numbers for words."""
         sizes = {"k": self.topk, "s": self.num_steps, "w": self.num_draft_tokens, "H": self.hidden_size}
-        sizes |= {"V": self.vocab_size, "mrope": 3, "dsa": 2048, "one": 1}
-        number = sizes.get
+        number = (sizes | {"V": self.vocab_size, "mrope": 3, "dsa": 2048, "one": 1}).get
         table = []
         for field in JUNE[runner] + (OCTOBER[runner] if self.layout == "2026-10" else ()):
             if self.rare_fields or not field.rare:
                 dtype = field.dtype or self.dtype
-                words = {
-                    "rows": prod(map(number, field.rows.split())),
-                    "columns": tuple(map(number, field.columns.split())),
-                    "pad": number(field.pad, field.pad),
-                    "dtype": dtype,
-                    "source_dtype": dtype,
-                }
-                otherwise = LAYOUTS[self.layout].get(field.name, {})
-                table.append(replace(field, **words | otherwise))
+                rows = prod(map(number, field.rows.split()))
+                columns = tuple(map(number, field.columns.split()))
+                numbers = {"rows": rows, "columns": columns, "pad": number(field.pad, field.pad)}
+                otherwise = {"dtype": dtype} | LAYOUTS[self.layout].get(field.name, {})
+                table.append(replace(field, source_dtype=dtype, **numbers | otherwise))
         return table
 
 

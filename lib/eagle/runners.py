@@ -75,11 +75,8 @@ class InputBuffers:
         return route(on_device) + host_copies(on_host)
 
     def step(self, batch: Batch, captured: int) -> tuple[Step, list[Call]]:
-        """The step as SGLang lays it out, and what fills the buffers in host memory.
-
-        Views are cut anew, whole buffers filled where the batch is padded. Raises ValueError, naming the
-        field, where one is not as expected.
-        """
+        """The step as SGLang lays it out: views cut anew, whole buffers filled where the batch is padded; and
+        what fills the buffers in host memory. Raises ValueError, naming the field that is not as expected."""
         step = Step()
         on_host = []
         batch_size = batch.batch_size
@@ -163,10 +160,8 @@ class GraphRunner:
     @torch.inference_mode(False)
     @torch.no_grad()
     def capture(self) -> None:
-        """Capture a graph for every batch size. The first replay does it where it was not done before.
-
-        Capturing computes. With padding in all buffers it writes no KV slot but 0; what they held comes back.
-        """
+        """Capture a graph for every batch size; the first replay does where nobody did. Capturing computes:
+        with padding in all buffers it writes no KV slot but 0, and what they held comes back."""
         if self.model is None:
             self.model = DraftModel.random(self.config, self.device)
         capture = capturer(self.device)
@@ -215,8 +210,8 @@ class GraphRunner:
     def inputs(self, batch_size: int, names: Iterable[str] | None = None) -> Batch:
         """A batch to write in place: views of where the graph's sources lie, padding written behind them.
 
-        Valid until the next such call, or `copy_inputs` of another batch. `copy_inputs` of it makes no call
-        but the one of one_allocation. names: the fields that come, all where not given.
+        Valid until the next such call, or `copy_inputs` of another batch; its own makes no call but the one
+        of one_allocation. names: the fields that come, all where not given.
         """
         captured = self.padded_batch_size(batch_size)
         batch = self.batch_class()
@@ -233,10 +228,7 @@ class GraphRunner:
 
     @torch.no_grad()
     def place(self, batch: Batch) -> Batch:
-        """Play the producer: write the batch, padding included, where this runner's sources have to lie.
-
-        Raises ValueError as `copy_inputs`. Valid as what `inputs` returns.
-        """
+        """Write the batch where this runner's sources have to lie: as `inputs`. Raises as `copy_inputs`."""
         captured = self.padded_batch_size(batch.batch_size)
         self.buffers.step(batch, captured)  # for its errors
         placed = self.inputs(batch.batch_size, batch.tensors())

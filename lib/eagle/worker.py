@@ -104,9 +104,9 @@ class EagleWorker:
     new request, "draft copy", "draft replay", "verify", "extend copy" and "extend replay". What they leave of
     the step is the loop itself. `tree` and `accepted` are what that step drafted, and which nodes it kept.
 
-    A request has a row of `req_to_token`: the slots of its committed tokens, then those to work in. A step
-    changes their order alone, and takes slots by longer texts when all went well: after an error or an
-    interrupt everything is as before it.
+    A request owns a row of `req_to_token`: the slots of its committed tokens, then those to work in. A step
+    changes the order of the latter alone; they are committed with the text, when all went well: after an
+    error or an interrupt requests are as before it.
     """
 
     def __init__(
@@ -138,11 +138,8 @@ class EagleWorker:
         self.accepted = None
 
     def submit(self, prompt: Sequence[int], max_new_tokens: int) -> Request:
-        """Queue a request; the next `step` with room takes it up.
-
-        Raises ValueError for an empty prompt, a token outside the vocabulary, and for no new token or more
-        than fit behind the prompt.
-        """
+        """Queue a request; the next `step` with room takes it up. Raises ValueError for an empty prompt, a
+        token outside the vocabulary, and for no new token or more than fit behind the prompt."""
         vocab = range(self.config.vocab_size)
         if not prompt or not set(prompt) <= set(vocab):
             raise ValueError(f"prompt: expected tokens from 0 to {vocab[-1]}, got {prompt!r}")

@@ -63,10 +63,8 @@ def start(admit: dict | None = None, **parameters: object) -> Lab:
         admitted = known[name]
         if admitted is str:
             fits, expected = isinstance(value, str), "a text"
-        else:
-            fits = value in admitted and type(value) in map(
-                type, admitted
-            )  # 2.0 and True are no whole numbers
+        else:  # 2.0 and True are no whole numbers
+            fits = value in admitted and type(value) in map(type, admitted)
             expected = "one of " + ", ".join(map(str, admitted))
         if isinstance(admitted, range):
             expected = f"a whole number from {admitted[0]} to {admitted[-1]}"
