@@ -81,8 +81,10 @@ def uint8_view(step: Step) -> Calls:
             srcs.append(src.view(torch.uint8))
         except RuntimeError as error:
             raise RuntimeError(f"{name}: {error}") from error
-    together = [Call("foreach", dsts, srcs)]
-    return around(together if dsts else [], step)
+    small = []
+    if dsts:
+        small.append(Call("foreach", dsts, srcs))
+    return around(small, step)
 
 
 def grouped_foreach_dma(step: Step, dma_bytes: int = DEFAULT_DMA_BYTES) -> Calls:
