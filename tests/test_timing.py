@@ -12,12 +12,6 @@ def test_rounds_alternate_their_order_and_warm_up_is_left_out():
     assert [(len(timing.host_us), timing.gpu_us) for timing in timings.values()] == [(2, ()), (2, ())]
 
 
-def test_ten_times_the_work_takes_several_times_as_long():
-    ways = {n: (lambda n=n: sum(range(n))) for n in (2_000, 20_000)}
-    small, large = measure(ways, rounds=15, calls=10).values()
-    assert ratio(large, small) > 3
-
-
 def test_what_is_compared_is_compared_inside_rounds():
     # A neighbour that slows a whole round tenfold leaves the ratio alone.
     assert ratio(Timing("a", (2.0, 20.0, 2.0)), Timing("b", (1.0, 10.0, 1.0))) == 2.0
@@ -31,7 +25,6 @@ def test_what_is_compared_is_compared_inside_rounds():
         (Range(53.2, 3.42, 79.8), "53 µs (3.4 to 80)", True),
         (Range(0.25, -0.5, 1, " tokens"), "0.25 tokens (-0.5 to 1)", False),
         (Range(-11, -34, -0.3), "-11 µs (-34 to -0.3)", True),  # no -0
-        (Range(1130, 974, 1393), "1130 µs (974 to 1393)", True),
     ],
 )
 def test_a_range_says_so_and_whether_it_is_a_claim(number, text, clear):
