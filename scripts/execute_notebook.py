@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import sys
+import tempfile
 import threading
 import time
 from contextlib import suppress
@@ -21,7 +22,6 @@ sys.modules.setdefault("rfc3987_syntax", None)
 import nbformat
 import papermill
 import psutil
-import zmq
 from command_line import ROOT, plain, write_whole
 from nbclient.exceptions import DeadKernelError
 from papermill.execute import ERROR_MARKER_TAG
@@ -120,6 +120,8 @@ def execute(source: Path, output: Path, parameters: dict[str, Any]) -> dict[str,
     status, message, started = "ok", "", time.monotonic()
     memory = PeakMemory()
     memory.start()
+    # Two kernels that start at once may choose the same TCP port, and one then waits for ever: Unix sockets.
+    sockets = tempfile.TemporaryDirectory(prefix="kernel-", ignore_cleanup_errors=True)
     try:
         papermill.execute_notebook(
             str(source).replace("{", "{{").replace("}", "}}"),  # it would fill braces in
@@ -135,7 +137,7 @@ def execute(source: Path, output: Path, parameters: dict[str, Any]) -> dict[str,
             on_notebook_start=lambda notebook: at.update(notebook=notebook),
             on_cell_start=lambda cell, cell_index: at.update(index=cell_index),
             on_cell_executed=lambda **_: memory.look(),
-            config=Config(KernelManager={"transport_encryption": "auto" if zmq.has("curve") else "disabled"}),
+            config=Config(KernelManager={"transport": "ipc", "ip": f"{sockets.name}/kernel"}),
         )
     except papermill.PapermillExecutionError as error:
         status, message = "failed", f"{error.ename}: {error.evalue}"
@@ -147,6 +149,7 @@ def execute(source: Path, output: Path, parameters: dict[str, Any]) -> dict[str,
     finally:
         seconds = round(time.monotonic() - started, 1)
         peak = memory.stop()
+        sockets.cleanup()
 
     # The one in memory: a file keeps no order of columns in a table.
     executed = at.get("notebook") or nbformat.read(source, as_version=4)
