@@ -46,4 +46,4 @@ def wait_for(condition: Callable[[], object]) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.05)
+        time.sleep(0.1)
