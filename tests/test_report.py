@@ -50,74 +50,69 @@ SUMMARY = {
 }
 
 
-class Page:
-    """What the page refers to, its images' alt texts, its table rows and its text."""
-
-    def __init__(self, html: str) -> None:
-        self.html, page = html, BeautifulSoup(html, "html.parser")
-        self.references = [tag.get("href") or tag["src"] for tag in page(["a", "img"])]
-        self.alts = [image["alt"] for image in page("img")]
-        self.rows = [[cell.get_text() for cell in row(["td", "th"])] for row in page("tr")]
-        self.text = page.body.get_text()
-
-
 @pytest.fixture
 def write(tmp_path):
-    def write_page(summary: dict) -> Page:
+    """Writes the report of a summary; the page as it stands there, and parsed."""
+
+    def write_page(summary: dict) -> tuple[str, BeautifulSoup]:
         for kind in ("figures", "notebooks"):
             (tmp_path / kind).mkdir(exist_ok=True)
         (tmp_path / "figures/00_dot.png").write_bytes(PNG)
         (tmp_path / "notebooks/00_first.html").write_text("executed")
         write_json(tmp_path / "summary.json", summary)
         report.write(tmp_path)
-        return Page((tmp_path / "report.html").read_text(encoding="utf-8"))
+        html = (tmp_path / "report.html").read_text(encoding="utf-8")
+        return html, BeautifulSoup(html, "html.parser").body
 
     return write_page
 
 
+def alts(page: BeautifulSoup) -> list[str]:
+    return [image["alt"] for image in page("img")]
+
+
 def test_the_page_stands_alone_and_links_to_what_is_there(write):
-    page = write(SUMMARY)
-    inlined = [reference for reference in page.references if reference.startswith("data:")]
-    assert [base64.b64decode(data.partition("base64,")[2]) for data in inlined] == [PNG]
-    links = [reference for reference in page.references if not reference.startswith("data:")]
+    html, page = write(SUMMARY)
+    images = [image["src"].partition("base64,")[2] for image in page("img")]
+    assert [base64.b64decode(image) for image in images] == [PNG]
+    links = [link["href"] for link in page("a")]
     assert links == ["notebooks/00_first.html", "figures/00_dot.png"]  # no network, nothing that is missing
-    assert not any(word in page.html for word in ("http:", "https:", "url(", "<script"))
+    assert not any(word in html for word in ("http:", "https:", "url(", "<script"))
 
 
 def test_numbers_tables_figures_claims_and_what_they_stand_on_are_told(write):
-    page = write(SUMMARY)
-    assert page.alts == ["A `dot` <small>"]
+    _, page = write(SUMMARY)
+    text = page.get_text()
+    rows = [[cell.get_text() for cell in row(["td", "th"])] for row in page("tr")]
+    assert alts(page) == ["A `dot` <small>"]
     for told in ("A dot <small>", *CLAIMS, "bfloat16", "A CPU", "53\u00a0µs (3 to 80)", "the GPU waits"):
-        assert told in page.text, told
-    assert page.text.count("not run") == 2  # two of the headlines
-    assert ["strategy", "both"] in page.rows and ["per_copy", "16"] in page.rows
-    assert ["host us saved", "12.3", "measured", ""] in page.rows
-    assert ["V100", "1,234"] in page.rows and ["A100", "yes"] in page.rows
-    assert ["00_first", "ok", "2.0 s", "321 MB"] in page.rows
-    places = [page.text.index(part) for part in ("Launches", "About 00_first", "About 01_second")]
-    assert places == sorted(places)
-    rests = page.text[page.text.index("What rests on what") :]
-    for told in ("A CPU · torch 2.13.0 · 2026-11-29: host us saved", "2026-11-29: dot"):
+        assert told in text, told
+    assert text.count("not run") == 2  # two of the headlines
+    for row in (["strategy", "both"], ["per_copy", "16"], ["host us saved", "12.3", "measured", ""]):
+        assert row in rows
+    assert ["V100", "1,234"] in rows and ["A100", "yes"] in rows
+    assert ["00_first", "ok", "2.0 s", "321 MB"] in rows
+    assert text.index("Launches") < text.index("About 00_first") < text.index("About 01_second")
+    rests = text[text.index("What rests on what") :]
+    for told in ("A CPU · torch 2.13.0 · 2026-11-29: host us saved", "2026-11-29: dot", "counted"):
         assert told in rests, told
-    assert "counted" in rests and "recorded" not in rests  # nothing was
+    assert "recorded" not in rests  # nothing was
 
 
-def test_the_mechanism_stands_above_the_notebooks(write):
-    summary = copy.deepcopy(SUMMARY)
-    summary["notebooks"][0]["figures"][0]["name"] = report.FIRST_FIGURE
-    page = write(summary)
-    assert write(SUMMARY | {"notebooks": []}).alts == []
-    assert len(page.alts) == 2 and page.text.index("A dot <small>") < page.text.index("Launches")
-
-
-def test_failures_come_first(write):
+def test_the_mechanism_stands_above_the_notebooks_and_failures_come_first(write):
     summary = copy.deepcopy(SUMMARY) | {"complete": False}
     error = {"cell": "In [3]", "heading": "The claim", "line": "assert x", "message": "AssertionError: x > 1"}
+    summary["notebooks"][0]["figures"][0]["name"] = report.FIRST_FIGURE
     summary["notebooks"][1] |= {"status": "failed", "error": error}
-    text = write(summary).text
+    _, page = write(summary)
+    text = page.get_text()
     said = "About 01_second failed in In [3], under The claim: AssertionError: x > 1"
-    assert said in text and text.index(said) < text.index("not run")
-    assert "stopped before its end" in text
+    assert text.index(said) < text.index("not run") and "stopped before its end" in text
+    assert len(alts(page)) == 2 and text.index("A dot <small>") < text.index("Launches")
+
+
+def test_a_run_without_a_finished_notebook_has_a_page(write):
+    assert alts(write(SUMMARY | {"notebooks": []})[1]) == []
 
 
 def test_a_name_is_text_wherever_it_comes_from(write):
@@ -128,11 +123,11 @@ def test_a_name_is_text_wherever_it_comes_from(write):
     first["figures"][0] |= {"alt": HOSTILE, "evidence": f"modelled · {HOSTILE}"}
     first["results"] += [result(HOSTILE, HOSTILE, HOSTILE, HOSTILE), result("a", [{HOSTILE: HOSTILE}])]
     second |= {"notebook": HOSTILE, "error": {"cell": HOSTILE, "heading": HOSTILE, "message": HOSTILE}}
-    page = write(summary)
-    assert page.html.count("<img ") == 1 and "<script" not in page.html and "default-src 'none'" in page.html
-    assert not [char for char in page.html if not char.isprintable() and char != "\n"]
-    assert page.alts == [HOSTILE.replace("\x1b", "\\x1b").replace("\u202e", "\\u202e")]
-    assert page.text.count("<script>alert(1)</script>") > 10
+    html, page = write(summary)
+    assert html.count("<img ") == 1 and "<script" not in html and "default-src 'none'" in html
+    assert not [char for char in html if not char.isprintable() and char != "\n"]
+    assert alts(page) == [HOSTILE.replace("\x1b", "\\x1b").replace("\u202e", "\\u202e")]
+    assert page.get_text().count("<script>alert(1)</script>") > 10
 
 
 def test_scripts_and_notebooks_agree_on_how_results_are_handed_over(capsys):
