@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Ruff over everything, notebooks included, then pytest, two files at a time, with the arguments given:
+# Ruff over everything, notebooks included, then pytest, two files at a time, the slowest first, with the arguments given:
 # ./run_tests.sh -k launches
 set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")"
@@ -8,4 +8,4 @@ export PYTHONNOUSERSITE=1
 python=$(scripts/setup_environment.sh)
 "$python" -m ruff check .
 "$python" -m ruff format --check .
-exec "$python" -m pytest -n 2 --dist loadfile "$@"
+exec "$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
