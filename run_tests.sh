@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Ruff over everything, notebooks included, then pytest, two files at a time, the slowest first, with the arguments given:
-# ./run_tests.sh -k launches
+# Ruff over everything, notebooks included, then pytest, two files at a time and the slowest first, with the
+# arguments given: ./run_tests.sh -k launches
 set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")"
 unset PYTHONPATH PYTHONHOME PYTHONOPTIMIZE
