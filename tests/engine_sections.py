@@ -11,6 +11,8 @@ PAGES, USED, K, S = (SIZES[word] for word in ("blocks", "used", "k", "s"))
 
 
 class Section:
+    """`inputs(n)`: tensors for n requests, the static buffers among them."""
+
     def __init__(self, device):
         self.device = device
         self.buffers = self.inputs(MAX_BATCH_SIZE)
@@ -18,21 +20,14 @@ class Section:
     def zeros(self, *shape, dtype=torch.int32):
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
-    def inputs(self, n):
-        raise NotImplementedError
-
 
 class NanoVllm(Section):
     """nanovllm/engine/model_runner.py: small tensors made on the host, uploaded, and copied on."""
 
     def inputs(self, n):
-        return {
-            "input_ids": self.zeros(n, dtype=torch.int64),
-            "positions": self.zeros(n, dtype=torch.int64),
-            "slot_mapping": self.zeros(n),
-            "context_lens": self.zeros(n),
-            "block_tables": self.zeros(n, PAGES),
-        }
+        inputs = {name: self.zeros(n, dtype=torch.int64) for name in ("input_ids", "positions")}
+        inputs |= {name: self.zeros(n) for name in ("slot_mapping", "context_lens")}
+        return inputs | {"block_tables": self.zeros(n, PAGES)}
 
     def upload(self, values, dtype):
         return torch.tensor(values, dtype=dtype).to(self.device, non_blocking=True)
@@ -56,9 +51,8 @@ class MiniSglang(Section):
 
     def inputs(self, n, pages=PAGES):
         names = ("input_ids", "out_loc", "positions", "seq_lens")
-        inputs = SimpleNamespace(**{name: self.zeros(n) for name in names})
-        inputs.cu_seqlens_k, inputs.page_table = self.zeros(n + 1), self.zeros(n, pages)
-        return inputs
+        tensors = {name: self.zeros(n) for name in names}
+        return SimpleNamespace(**tensors, cu_seqlens_k=self.zeros(n + 1), page_table=self.zeros(n, pages))
 
     def fill(self, n, captured):
         batch, capture, rows = self.inputs(captured, USED), self.buffers, slice(captured)
@@ -86,22 +80,18 @@ class LightLlm(Section):
     def fill(self, n, captured):
         graph_state = self.inputs(captured)
         for name, value in vars(self.inputs(captured)).items():
-            mine = getattr(graph_state, name, None)
-            if mine is not None and mine is not value:
-                mine.copy_(value, non_blocking=True)
+            getattr(graph_state, name).copy_(value, non_blocking=True)
 
 
 class SglangDraft(Section):
     """srt/speculative/eagle_draft_cuda_graph_runner.py of 0.5.14, with its helper."""
 
     def inputs(self, n):
+        longs = {"seq_lens": n, "out_cache_loc": n * K * S, "positions": n * K, "req_pool_indices": n}
         return SimpleNamespace(
-            seq_lens=self.zeros(n, dtype=torch.int64),
-            out_cache_loc=self.zeros(n * K * S, dtype=torch.int64),
-            positions=self.zeros(n * K, dtype=torch.int64),
+            **{name: self.zeros(rows, dtype=torch.int64) for name, rows in longs.items()},
             topk_p=self.zeros(n, K, dtype=torch.float32),
             topk_index=self.zeros(n, K, dtype=torch.int64),
-            req_pool_indices=self.zeros(n, dtype=torch.int64),
             hidden_states=self.zeros(n, SIZES["hidden"], dtype=torch.bfloat16),
         )
 

@@ -1,22 +1,19 @@
 """Pairs of tensors for property tests, what a copy must leave in memory, and when it must be refused.
 
-The oracles here are brute force and share no code with lib: byte addresses instead of strides, and what a
-dispatch mode sees instead of what was meant to run.
+The oracles are brute force and share no code with lib: byte addresses, and what a dispatch mode sees.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable, Sequence
+from functools import partial
 from random import Random
 
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lib.copies import Call, run
+from lib.copies import run
+from lib.launches import KINDS, launches
 
 NAMES = (
     *("bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"),
@@ -38,25 +35,37 @@ LAYOUTS = {  # of a tensor of the shape in memory that `new(*sizes)` makes
     "expanded": lambda new, shape: new(1, *shape[1:]).expand(shape),  # these two: sources only
     "broadcast": lambda new, shape: new(*[1] * len(shape)).expand(shape),
 }
-SRC_LAYOUTS = list(LAYOUTS)
-DST_LAYOUTS = SRC_LAYOUTS[:-2]
 LIKELY = ["contiguous"] * 6
+SRC_LAYOUTS = LIKELY + list(LAYOUTS)
+DST_LAYOUTS = SRC_LAYOUTS[:-2]
+MUTATIONS = {  # what engines get wrong, or do and get away with -> the pairs then, of pairs that fit
+    "zip would drop": lambda pairs, dst, src, new: [*pairs, (dst,)],
+    "broadcast": lambda pairs, dst, src, new: [(new((2, *dst.shape), dst.dtype), src), *pairs[1:]],
+    "row on row": lambda pairs, dst, src, new: [
+        (new((1, *dst.shape), dst.dtype).expand(2, *dst.shape), new((2, *src.shape), src.dtype)),
+        *pairs[1:],
+    ],
+    "onto itself": lambda pairs, dst, src, new: [(dst, dst), *pairs[1:]],
+    "twice": lambda pairs, dst, src, new: [*pairs, (dst, new(dst.shape, pairs[-1][1].dtype))],
+    "overwritten source": lambda pairs, dst, src, new: [*pairs, (new(dst.shape, dst.dtype), dst)],
+    "shifted": lambda pairs, dst, src, new: [*pairs, tuple(new((9,), torch.int32).unfold(0, 8, 1))],
+    "elsewhere": lambda pairs, dst, src, new: [(dst, src.to("meta")), *pairs[1:]],
+    "same pair twice": lambda pairs, dst, src, new: [*pairs, (dst, src)],
+    "columns": lambda pairs, dst, src, new: [
+        *pairs,
+        *zip(new((5, 2), torch.int64).unbind(1), new((5, 2), torch.int16).unbind(1)),
+    ],
+}
 
-Pairs = tuple[list[Tensor], list[Tensor]]
 
-
-def properties(max_examples: int) -> settings:
+def properties(max_examples):
     """Settings of the property tests: the same cases every time, no clock."""
-    return settings(
-        max_examples=max_examples,
-        derandomize=True,
-        deadline=None,
-        database=None,
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-    )
+    slow = [HealthCheck.too_slow, HealthCheck.data_too_large]
+    same_cases = {"derandomize": True, "deadline": None, "database": None}
+    return settings(max_examples=max_examples, suppress_health_check=slow, **same_cases)
 
 
-def random_values(shape: Sequence[int], dtype: torch.dtype, seed: int) -> Tensor:
+def random_values(shape, dtype, seed):
     """Any bits at all, NaN payloads and infinities included; of bool the two that are valid."""
     generator = torch.Generator().manual_seed(seed)
     high = 2 if dtype is torch.bool else 256
@@ -65,7 +74,7 @@ def random_values(shape: Sequence[int], dtype: torch.dtype, seed: int) -> Tensor
     return bits.view(dtype).view(tuple(shape))
 
 
-def laid_out(layout: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+def laid_out(layout, shape, dtype, seed):
     """A tensor of this shape whose memory lies as the layout says; plain where the layout does not apply."""
     needs_rows = layout in ("wider", "stepped", "expanded") and not shape
     not_lazy = (layout == "conj" and not dtype.is_complex) or (layout == "neg" and dtype not in NEGATABLE)
@@ -74,85 +83,45 @@ def laid_out(layout: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int)
 
 
 @st.composite
-def pairs(
-    draw: st.DrawFn,
-    dtypes: Sequence[torch.dtype] = DTYPES,
-    mutations: Sequence[int | None] = (*[None] * 6, *range(10)),
-    max_pairs: int = 6,
-) -> Pairs:
-    """Destinations and sources, mostly fit to be copied; how many, and what is wrong with them, shrinks.
-
-    Mutations are what an engine gets wrong, or does and gets away with; see `_mutate`. None leaves them fit.
-    """
+def pairs(draw, dtypes=DTYPES, mutations=(*[""] * 6, *MUTATIONS), max_pairs=6):
+    """Destinations and sources, mostly fit to be copied; how many, and what is wrong with them, shrinks."""
     seed = draw(st.integers(0, 2**31))  # of most: drawing each choice by itself takes most of the time
     n_pairs = draw(st.integers(1, max_pairs)) if seed % 50 else 0
     choose = Random(seed).choice
-    dsts, srcs = [], []
+    made = []
     for i in range(n_pairs):
         shape, dtype, src_dtype = choose(SHAPES), choose(dtypes), choose([None, None, *dtypes])
-        dst_layout, src_layout = choose(LIKELY + DST_LAYOUTS), choose(LIKELY + SRC_LAYOUTS)
+        dst_layout, src_layout = choose(DST_LAYOUTS), choose(SRC_LAYOUTS)
         if src_layout == "neg" and dtype not in NEGATABLE:  # copy_ itself cannot
             src_layout = "contiguous"
-        dsts.append(laid_out(dst_layout, shape, dtype, seed + 2 * i))
-        srcs.append(laid_out(src_layout, shape, src_dtype or dtype, seed + 2 * i + 1))
-    _mutate(draw(st.sampled_from(mutations)), dsts, srcs, seed)
-    return dsts, srcs
+        dst = laid_out(dst_layout, shape, dtype, seed + 2 * i)
+        made.append((dst, laid_out(src_layout, shape, src_dtype or dtype, seed + 2 * i + 1)))
+    mutation = draw(st.sampled_from(mutations))
+    if mutation and made:
+        made = MUTATIONS[mutation](made, *made[0], partial(random_values, seed=seed))
+    return [pair[0] for pair in made], [pair[1] for pair in made if len(pair) == 2]
 
 
-def _mutate(mutation: int | None, dsts: list[Tensor], srcs: list[Tensor], seed: int) -> None:
-    if not dsts:
-        return
-    dst, src = dsts[0], srcs[0]
-    match mutation:
-        case 0:  # zip would drop the rest
-            srcs.pop()
-        case 1:  # copy_ would broadcast
-            dsts[0] = random_values((2, *dst.shape), dst.dtype, seed)
-        case 2:  # every row lies on every other
-            dsts[0] = random_values((1, *dst.shape), dst.dtype, seed).expand(2, *dst.shape)
-            srcs[0] = random_values((2, *src.shape), src.dtype, seed)
-        case 3:  # onto itself
-            srcs[0] = dst
-        case 4:  # one destination twice, its groups in either order
-            dsts.append(dst)
-            srcs.append(random_values(dst.shape, srcs[-1].dtype, seed))
-        case 5:  # a source that another pair overwrites
-            dsts.append(random_values(dst.shape, dst.dtype, seed))
-            srcs.append(dst)
-        case 6:  # shifted by one element within one buffer
-            buffer = random_values((9,), torch.int32, seed)
-            dsts.append(buffer[1:])
-            srcs.append(buffer[:-1])
-        case 7:  # another device
-            srcs[0] = src.to("meta")
-        case 8:  # the same pair twice
-            dsts.append(dst)
-            srcs.append(src)
-        case 9:  # two columns of one matrix, which interleave, into two of another
-            dsts += random_values((5, 2), torch.int64, seed).unbind(1)
-            srcs += random_values((5, 2), torch.int64, seed + 1).unbind(1)
-
-
-def storages(tensors: Sequence[Tensor]) -> list[Tensor]:
+def storages(tensors):
     """Every byte of every storage that the tensors live in, gaps included, as views."""
     found = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if not t.is_meta}
-    return [torch.empty(0, dtype=torch.uint8).set_(storage) for storage in found.values()]
+    return [torch.empty(0, dtype=torch.uint8, device=each.device).set_(each) for each in found.values()]
 
 
-def snapshot(memory: Sequence[Tensor]) -> list[Tensor]:
+def snapshot(memory):
     return [t.clone() for t in memory]
 
 
-def restore(memory: Sequence[Tensor], saved: Sequence[Tensor]) -> None:
+def restore(memory, saved):
     for t, bits in zip(memory, saved, strict=True):
         t.copy_(bits)
 
 
-def same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+def same(some, others):
     return len(some) == len(others) and all(map(torch.equal, some, others))
 
 
-def without_denormals(tensors: Sequence[Tensor]) -> None:
+def without_denormals(tensors):
     """Triton's interpreter misreads those of bfloat16."""
     for t in tensors:
         if t.dtype == torch.bfloat16:
@@ -160,30 +129,30 @@ def without_denormals(tensors: Sequence[Tensor]) -> None:
             bits[(bits & 0x7F80) == 0] = 0
 
 
-def one_nan(converted: Sequence[Tensor]) -> None:
+def one_nan(dsts, srcs):
     """The payload of a NaN that is converted is the device's own."""
-    for dst in converted:
-        if dst.is_floating_point() and dst.element_size() > 1:
+    for dst, src in zip(dsts, srcs):
+        if dst.dtype != src.dtype and dst.is_floating_point() and dst.element_size() > 1:
             dst.masked_fill_(dst.isnan(), torch.nan)
 
 
-def element_addresses(t: Tensor) -> list[int]:
+def element_addresses(t):
     last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride())) if t.numel() else -1
     offsets = torch.arange(last + 1).as_strided(t.shape, t.stride()).flatten().tolist()
     return [t.data_ptr() + offset * t.element_size() for offset in offsets]
 
 
-def bytes_touched(t: Tensor) -> set[int]:
+def bytes_touched(t):
     return {a + byte for a in element_addresses(t) for byte in range(t.element_size())}
 
 
-def bytes_reached(t: Tensor) -> set[int]:
+def bytes_reached(t):
     """From the first to the last, gaps included."""
     touched = bytes_touched(t)
     return set(range(min(touched), max(touched) + 1)) if touched else touched
 
 
-def must_refuse(dsts: Sequence[Tensor], srcs: Sequence[Tensor], touched=bytes_touched) -> bool:
+def must_refuse(dsts, srcs, touched=bytes_touched):
     """Whether these pairs have to raise: they do not fit, or a byte that is written is another's, too."""
     if len(dsts) != len(srcs) or any(d.shape != s.shape or d.device != s.device for d, s in zip(dsts, srcs)):
         return True
@@ -198,93 +167,93 @@ def must_refuse(dsts: Sequence[Tensor], srcs: Sequence[Tensor], touched=bytes_to
     return False
 
 
-def view_of(t: Tensor) -> tuple:
+def view_of(t):
     """Equal for the same elements, seen alike."""
     return tuple(element_addresses(t)), t.dtype, t.is_conj(), t.is_neg()
 
 
-def assert_copies_or_refuses(case: Pairs, *copies: Callable, refuses=(), settle=lambda: None) -> None:
+def assert_copies_or_refuses(case, *copies, refuses=(ValueError,), must=False, settle=None):
     """Every `copy(dsts, srcs)` leaves in memory what a loop of `copy_` does, bit by bit, gaps included.
 
-    Where the pairs must be refused it raises ValueError, or one of `refuses` where given, and leaves every
-    byte as it was. Memory is as before afterwards. `settle` evens out what may differ.
+    Where the pairs must be refused, or `must` says so, it raises one of `refuses` and leaves every byte as it
+    was. Memory is as before afterwards. `settle` evens out what may differ.
     """
-    dsts, srcs = case
-    memory = storages([*dsts, *srcs])
+    memory = storages(case[0] + case[1])
     before = snapshot(memory)
-    must = bool(refuses) or must_refuse(dsts, srcs)
-    errors = refuses or (ValueError,)
+    must = must or must_refuse(*case)
+    settle = settle or (lambda *case: None)
     if not must:
-        for dst, src in zip(dsts, srcs):
+        for dst, src in zip(*case):
             dst.copy_(src)
-        settle()
+        settle(*case)
     looped = snapshot(memory)
     for copy in copies:
         restore(memory, before)
         try:
-            copy(dsts, srcs)
-        except errors:
-            assert must or must_refuse(dsts, srcs, bytes_reached), "refused without need"  # see check_pairs
+            copy(*case)
+        except refuses:
+            assert must or must_refuse(*case, bytes_reached), "refused without need"  # see check_pairs
             assert same(memory, before), "refused, but something was written"
             continue
         assert not must, "expected a refusal, nothing was raised"
-        settle()
+        settle(*case)
         assert same(memory, looped), "differs from a loop of copy_"
     restore(memory, before)
 
 
-Work = tuple[str, int, int]  # the operator as PyTorch names it, or "fused"; pairs; bytes
-
-
 class Watched(TorchDispatchMode):
-    """Notes the work of every operator that runs inside, as it would be on CUDA; `stop_at` interrupts it."""
+    """Notes the work of every operator inside, as it would be on CUDA: the operator as PyTorch names it, or
+    "" for a Triton kernel, pairs, bytes. `stop_at` interrupts it; copies into `host` are none of CUDA's."""
 
-    def __init__(self, stop_at: int | None = None, host: Sequence[Tensor] = ()) -> None:
+    def __init__(self, stop_at=None, host=()):
         super().__init__()
-        self.work: list[Work] = []
-        self.n_operators, self.stop_at = 0, stop_at
-        self.host = {t.untyped_storage().data_ptr() for t in host}  # copies there are none of the device's
+        self.work, self.n_operators, self.stop_at = [], 0, stop_at
+        self.host = {t.untyped_storage().data_ptr() for t in host}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        dsts = args[0] if name == "_foreach_copy_" else args[:1]
         if name in ("copy_", "fill_", "_foreach_copy_"):
             if self.n_operators == self.stop_at:
                 raise KeyboardInterrupt
             self.n_operators += 1
-            srcs = args[1] if name == "_foreach_copy_" else args[1:2]
+            dsts, srcs = args[:2] if name == "_foreach_copy_" else (args[:1], args[1:2])
             if dsts[0].untyped_storage().data_ptr() not in self.host:
-                self.work += self._work(name, dsts, srcs)
+                self.note(name, [(d, s) for d, s in zip(dsts, srcs) if d.numel()], fusable(dsts, srcs))
         return result
 
-    def _work(self, name: str, dsts: Sequence[Tensor], srcs: Sequence) -> list[Work]:
-        pairs = [(d, s) for d, s in zip(dsts, srcs) if d.numel() and d is not s]
-        if name == "_foreach_copy_" and _fusable(dsts, srcs):
-            pairs = [(d, s) for d, s in zip(dsts, srcs) if d.numel()]
-            return [(f"aten::{name}", len(pairs), sum(d.nbytes for d, _ in pairs))] if pairs else []
-        op = "aten::fill_" if name == "fill_" else "aten::copy_"
-        return [(op, 1, d.nbytes) for d, _ in pairs]
+    def note(self, name, pairs, together):
+        if name == "_foreach_copy_" and together:
+            self.work += [(f"aten::{name}", len(pairs), sum(d.nbytes for d, _ in pairs))] if pairs else []
+        else:
+            op = "aten::fill_" if name == "fill_" else "aten::copy_"
+            self.work += [(op, 1, d.nbytes) for d, s in pairs if d is not s]
 
 
-def _fusable(dsts: Sequence[Tensor], srcs: Sequence[Tensor]) -> bool:
+def fusable(dsts, srcs):
     """One dtype pair, strides equal and without gaps: PyTorch's own answer."""
-    strides = [[n for n, size in zip(t.stride(), t.shape) if size != 1] for t in (*dsts, *srcs)]
-    dense = all(map(torch.ops.aten.is_non_overlapping_and_dense, (*dsts, *srcs)))
-    one_type = len({(dst.dtype, src.dtype) for dst, src in zip(dsts, srcs)}) == 1
+    every = [t for t in (*dsts, *srcs) if isinstance(t, torch.Tensor)]
+    strides = [[n for n, size in zip(t.stride(), t.shape) if size != 1] for t in every]
+    dense = all(map(torch.ops.aten.is_non_overlapping_and_dense, every))
+    one_type = len({t.dtype for t in dsts}) == len({t.dtype for t in every[len(dsts) :]}) == 1
     return dense and one_type and strides[: len(dsts)] == strides[len(dsts) :]
 
 
-def run_watched(calls: Sequence[Call], host: Sequence[Tensor] = ()) -> list[Work]:
-    """Run the calls; what ran, Triton kernels included, which no dispatcher sees."""
+def assert_runs_what_is_counted(calls, host=()):
+    """`launches(calls)` has exactly what runs; no dispatcher sees the kernels of Triton, so they are hooked.
+    Counting writes nothing."""
+    memory = storages(dst for call in calls for dst in call.dsts)
+    before = snapshot(memory)
+    counted = [(KINDS[launch.kind].op, launch.n_copies, launch.bytes) for launch in launches(calls)]
+    assert same(memory, before)
     with Watched(host=host) as watched:
 
-        def hooked(call: Call) -> Call:
-            def launch(srcs: Sequence[Tensor]) -> None:
+        def hooked(call):
+            def launch(srcs):
                 call.kept(srcs)
-                watched.work.append(("", len(call.dsts), sum(d.nbytes for d in call.dsts)))
+                watched.work.append(("", len(call.dsts), sum(dst.nbytes for dst in call.dsts)))
 
             return call._replace(kept=launch) if call.kept else call
 
         run(map(hooked, calls))
-    return watched.work
+    assert watched.work == counted

@@ -1,20 +1,17 @@
 """What `check_pairs` refuses, against addresses counted one by one, and how it says so."""
 
-from __future__ import annotations
-
-from itertools import product
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses import FakeTensorMode
 
 from lib.checks import check_pairs
-from tests.tensors import DTYPES, bytes_reached, bytes_touched, element_addresses, properties
+from tests.tensors import bytes_reached, bytes_touched, element_addresses, properties
 
 pytestmark = pytest.mark.filterwarnings("ignore:Casting complex values", "ignore:ComplexHalf support")
-I64 = torch.arange(4)
+I64, FLOAT4 = torch.arange(4), torch.float4_e2m1fn_x2
 
 
 @pytest.mark.parametrize(
@@ -25,6 +22,9 @@ I64 = torch.arange(4)
         (I64, I64.to("meta"), "expected .* on cpu, got meta"),
         (I64, (I64 + 1).to_sparse(), "expected a strided source, .*got torch.sparse_coo"),
         (I64, torch.nested.nested_tensor([I64], layout=torch.jagged), "strided source, .*got torch.jagged"),
+        (I64, FakeTensorMode().from_tensor(I64), "expected a source of .*Tensor'>, got .*FakeTensor"),
+        (I64, torch.empty(4, dtype=FLOAT4), "expected a source that converts to torch.int64, got .*float4"),
+        (torch.empty(4, dtype=FLOAT4), I64, "expected a source that converts to .*float4.*, got torch.int64"),
         (I64[1:], I64[:-1], "shares memory with"),
         (I64, I64.view(torch.float64), "shares memory with"),
         (I64.as_strided((2, 2), (1, 1)), I64.view(2, 2) + 1, "overlap itself"),
@@ -33,20 +33,15 @@ I64 = torch.arange(4)
         ([1, 2], I64, "expected a tensor as destination, got .*list"),
     ],
 )
-def test_a_refusal_names_the_field_what_was_expected_and_what_came(dst, src, says: str):
-    with pytest.raises(ValueError, match=f"^seq_lens: .*{says}"):
-        check_pairs([torch.zeros(2), dst], [torch.ones(2), src], np.array(["topk_p", "seq_lens"]))
-    with pytest.raises(ValueError, match=f"^pair 1: .*{says}"):
-        check_pairs([torch.zeros(2), dst], [torch.ones(2), src])
-
-
-def test_a_refusal_names_both_pairs_that_share_memory_and_counts_lists():
-    other = torch.ones(4, dtype=torch.int64)
-    with pytest.raises(ValueError, match="positions: destination shares memory with seq_lens"):
-        check_pairs([I64, I64[2:]], [other, other[2:]], ["seq_lens", "positions"])
-    for lists in (([I64], []), ([I64, other], [other, I64], ["seq_lens"])):
-        with pytest.raises(ValueError, match=r"equal numbers of destinations, sources and names, got \("):
-            check_pairs(*lists)
+def test_a_refusal_names_the_field_what_was_expected_and_what_came(dst, src, says):
+    lists = [torch.zeros(2), dst], [torch.ones(2), src]
+    for name, names in (("seq_lens", np.array(["topk_p", "seq_lens"])), ("pair 1", None)):
+        with pytest.raises(ValueError, match=f"^{name}: .*{says}"):
+            check_pairs(*lists, names)
+    with pytest.raises(
+        ValueError, match=r"equal numbers of destinations, sources and names, got \(2, 1, 2\)"
+    ):
+        check_pairs(lists[0], lists[1][:1])
 
 
 VIEWS = st.tuples(
@@ -76,18 +71,8 @@ def test_shared_bytes_against_counted_addresses(one, other):
         assert not overlaps_itself and not bytes_touched(a) & bytes_touched(b)
 
 
-def test_a_check_does_not_take_longer_for_more_elements():
-    """These have 10**15 and strides without a pattern: no counting, and no equation to solve, would end."""
-    shape = (100_003, 100_019, 100_043)
-    storage = torch.empty(10**18, dtype=torch.uint8, device="meta")
-    dst = storage.as_strided(shape, (11, 1_100_041, 12 * 10**10 + 13), 0)
-    src = storage.as_strided(shape, (17, 2_200_067, 19 * 10**10 + 3), 5)
-    with pytest.raises(ValueError, match="shares memory"):
-        check_pairs([dst], [src])
-
-
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_what_shares_memory_and_what_does_not(device: str):
+def test_what_shares_memory_and_what_does_not(device):
     a, b = torch.zeros(3, 16, device=device), torch.zeros(3, 16, device=device)
     check_pairs([a[:, :6], a[:, 6:]], [b[:, :6], b[:, 4:14]])  # slices of wider rows; sources may share
     check_pairs([a, a], [b, b])  # the same pair twice
@@ -99,19 +84,5 @@ def test_what_shares_memory_and_what_does_not(device: str):
         ([a, b], [b + 1, a]),
         ([a[:, 0], a[:, 1]], [b[:, 0], b[:, 1]]),  # columns, no byte in common: stated, and safe
     ):
-        with pytest.raises(ValueError, match="shares memory with pair"):
-            check_pairs(dsts, srcs)
-
-
-def test_dtypes_that_torch_does_not_convert_are_refused():
-    """What `copy_` does on this build decides."""
-    float4 = torch.float4_e2m1fn_x2
-    for dst, src in product([*DTYPES, float4], [torch.int64, float4]):
-        to, of = (torch.empty(8, dtype=dtype) for dtype in (dst, src))
-        try:
-            to.copy_(of)
-        except RuntimeError:
-            with pytest.raises(ValueError, match=f"expected a source that converts to {dst}, got {src}"):
-                check_pairs([to], [of])
-        else:
-            check_pairs([to], [of])
+        with pytest.raises(ValueError, match=r"(one|other): .* shares memory with (one|other)"):
+            check_pairs(dsts, srcs, ["other", "one"])

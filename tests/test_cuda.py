@@ -1,14 +1,11 @@
 """What only a GPU can show. On one: `python -m pytest -m cuda`."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from lib.copies import Call, run
 from lib.eagle import EagleConfig
@@ -17,7 +14,7 @@ from lib.eagle.model import DraftModel
 from lib.launches import foreach_limits, launches
 from lib.strategies import STRATEGIES, Step
 from tests.stand_in import record
-from tests.tensors import Pairs, must_refuse, pairs, properties
+from tests.tensors import assert_copies_or_refuses, one_nan, pairs, properties, same, snapshot
 from tests.test_eagle_runners import RUNNERS, WAYS, both_runners
 
 pytestmark = [
@@ -27,10 +24,11 @@ pytestmark = [
 ]
 DEVICE = "cuda"
 INTEGERS = [torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64]
+FIT = ("", "onto itself", "same pair twice")
 FLOATS = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 
 
-def assert_counted_as_predicted(calls: dict[str, list[Call]]) -> None:
+def assert_counted_as_predicted(calls):
     """The profiler finds the launches that `launches` predicts, by kind, for each list of calls."""
     ways = {name: (lambda made=made: run(made), launches(made)) for name, made in calls.items()}
     counted = record.count_launches(record.Gpu().trace(ways, repeats=3))
@@ -40,82 +38,53 @@ def assert_counted_as_predicted(calls: dict[str, list[Call]]) -> None:
 
 @both_runners
 @pytest.mark.parametrize("layout", ["2026-06", "2026-10"])
-def test_graphs_replay_what_per_copy_and_eager_compute(table: str, layout: str):
-    """Bit by bit per_copy's outputs, for padded and full batches, in any way; close to eager ones."""
+def test_graphs_replay_what_per_copy_and_eager_compute(table, layout):
+    """Bit by bit, for padded and full batches, in any way; close to eager ones; launches as predicted."""
     config = EagleConfig.tiny(layout=layout)
     model = DraftModel.random(config, DEVICE)
     reference = WAYS["per_copy"].runner(table, config, device=DEVICE, model=model)
+    calls = {}
     for name, way in WAYS.items():
         runner = way.runner(table, config, device=DEVICE, model=model)
         for seed, batch_size in enumerate((8, 5, 1, 8, 3, 2)):
             batch = RUNNERS[table][1].random(config, batch_size, seed, DEVICE)
-            expected = [t.clone() for t in reference.replay(batch)]
-            outputs = runner.replay(way.lay(runner, batch))
+            expected = snapshot(reference.replay(batch))
+            outputs = runner.replay(laid := way.lay(runner, batch))
+            calls[f"{name} {batch_size}"] = runner.calls(laid)
             assert all(isinstance(graph, CudaGraph) for graph in runner.graphs.values())
-            assert all(map(torch.equal, outputs, expected)), (name, batch_size)
+            assert same(outputs, expected), (name, batch_size)
             inputs = reference.producer(reference.padded_batch_size(batch_size)).inputs
             for a, b in zip(expected, type(reference).forward(model, inputs)):
                 torch.testing.assert_close(a, b[: len(a)])
-
-
-def on_device(tensors: list[Tensor], storages: dict) -> list[Tensor]:
-    """The same tensors, strides, sharing and lazy bits included, over storages moved to the GPU."""
-    moved = []
-    for t in tensors:
-        key = t.untyped_storage().data_ptr()
-        if key not in storages:
-            storages[key] = torch.empty(0, dtype=torch.uint8).set_(t.untyped_storage()).to(DEVICE)
-        there = torch.empty(0, dtype=t.dtype, device=DEVICE)
-        there = there.set_(storages[key].untyped_storage(), t.storage_offset(), t.shape, t.stride())
-        there = there.conj() if t.is_conj() else there
-        moved.append(torch._neg_view(there) if t.is_neg() else there)
-    return moved
-
-
-@given(st.sampled_from([INTEGERS, FLOATS]).flatmap(lambda dtypes: pairs(dtypes, mutations=(None, 3, 8))))
-@properties(300)
-def test_strategies_leave_on_the_device_the_bits_of_a_loop_of_copy(case: Pairs):
-    """Any strides and sharing, gaps included; where a float is converted a NaN may have another payload."""
-    storages: dict = {}
-    dsts, srcs = (on_device(side, storages) for side in case)
-    before = {key: memory.clone() for key, memory in storages.items()}
-
-    def after(calls: list[Call]) -> list[Tensor]:
-        for key, memory in storages.items():
-            memory.copy_(before[key])
-        run(calls)
-        for dst, src in zip(dsts, srcs):
-            if dst.dtype != src.dtype and dst.is_floating_point():
-                dst.masked_fill_(dst.isnan(), torch.nan)
-        return [memory.clone() for memory in storages.values()]
-
-    if must_refuse(*case):
-        return
-    expected = after([Call("copy_", [dst], [src]) for dst, src in zip(dsts, srcs)])
-    for name, strategy in STRATEGIES.items():
-        try:
-            calls = strategy(Step.of(dsts, srcs))
-        except (ValueError, RuntimeError):
-            assert name == "uint8_view"
-            continue
-        assert all(map(torch.equal, after(calls), expected)), name
-
-
-@pytest.mark.parametrize("layout", ["2026-06", "2026-10", "int32_seq_lens"])
-@pytest.mark.parametrize("batch_size", [8, 5])
-def test_predicted_launches_of_a_step_are_those_counted(layout: str, batch_size: int):
-    config = EagleConfig.preset("llama3-8b", layout=layout)
-    calls = {}
-    for table, (_, batch_class) in RUNNERS.items():
-        for name, way in WAYS.items():
-            if (layout, name) != ("int32_seq_lens", "uint8_view"):
-                runner = way.runner(table, config, device=DEVICE)
-                batch = batch_class.random(config, batch_size, device=DEVICE)
-                calls[f"{table} {name}"] = runner.calls(way.lay(runner, batch))
     assert_counted_as_predicted(calls)
 
 
-def odd_pairs() -> dict[str, tuple[Tensor, Tensor]]:
+def on_device(tensors, moved):
+    """The same tensors, strides, sharing and lazy bits included, over storages moved to the GPU."""
+    there = []
+    for t in tensors:
+        key = t.untyped_storage().data_ptr()
+        if key not in moved:
+            moved[key] = torch.empty(0, dtype=torch.uint8).set_(t.untyped_storage()).to(DEVICE)
+        one = torch.empty(0, dtype=t.dtype, device=DEVICE)
+        one = one.set_(moved[key].untyped_storage(), t.storage_offset(), t.shape, t.stride())
+        one = one.conj() if t.is_conj() else one
+        there.append(torch._neg_view(one) if t.is_neg() else one)
+    return there
+
+
+@given(st.sampled_from([INTEGERS, FLOATS]).flatmap(lambda dtypes: pairs(dtypes, mutations=FIT)))
+@properties(300)
+def test_strategies_leave_on_the_device_the_bits_of_a_loop_of_copy(case):
+    """Any strides and sharing, gaps included; where a float is converted a NaN may have another payload."""
+    moved = {}
+    case = [on_device(side, moved) for side in case]
+    ways = [way for name, way in STRATEGIES.items() if name != "uint8_view"]
+    copies = [lambda dsts, srcs, way=way: run(way(Step.of(dsts, srcs))) for way in ways]
+    assert_copies_or_refuses(case, *copies, settle=one_nan)
+
+
+def odd_pairs():
     """Sources that engines have at hand, and what the rules of Copy.cu are about."""
     wide = torch.arange(64 * 64, device=DEVICE).view(64, 64)
     new = lambda *shape, dtype=torch.int64: torch.zeros(shape, dtype=dtype, device=DEVICE)  # noqa: E731

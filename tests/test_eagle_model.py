@@ -2,28 +2,20 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lib.eagle import DraftBatch, EagleConfig
-from lib.eagle.model import (
-    DraftModel,
-    causal_attention,
-    draft_forward,
-    load_prompts,
-    load_trained,
-)
-from lib.eagle.worker import EagleWorker, Tree, accept_greedy, build_tree
+from lib.eagle.model import DraftModel, causal_attention, draft_forward, load_prompts, load_trained
+from lib.eagle.worker import EagleWorker, accept_greedy, build_tree
+from tests.tensors import properties
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def all_candidates(topk: int, num_steps: int, layout: str) -> EagleConfig:
+def all_candidates(topk, num_steps):
     """A budget that takes every candidate, so that draft_tokens lists them all in order."""
-    w = 1 + topk + (num_steps - 1) * topk * topk
-    return EagleConfig.tiny(
-        topk=topk, num_steps=num_steps, num_draft_tokens=w, layout=layout, dtype=torch.float32
-    )
+    return 1 + topk + (num_steps - 1) * topk * topk
 
 
 @torch.no_grad()
@@ -42,11 +34,11 @@ def plain_head(target, head, text, drafted=()):
     return target.lm_head(features)[0]
 
 
-def lane_paths(out, request: int, topk: int) -> list[list[list[int]]]:
+def lane_paths(out, request, topk):
     """[level][lane]: the drafted tokens up to that lane, from the output that lists all candidates."""
     parents, tokens = out.parent_list[request].tolist(), out.draft_tokens[request].tolist()
 
-    def path(candidate: int) -> list[int]:
+    def path(candidate):
         above = [] if candidate < topk else path(parents[candidate // topk])
         return [*above, tokens[candidate]]
 
@@ -60,7 +52,8 @@ def lane_paths(out, request: int, topk: int) -> list[list[list[int]]]:
 )
 def test_draft_and_extend_logits_equal_a_recomputation(topk, num_steps, layout):
     """Every branch of the tree and every accepted row of draft-extend, several steps into ragged requests."""
-    config = all_candidates(topk, num_steps, layout)
+    sizes = {"topk": topk, "num_steps": num_steps, "num_draft_tokens": all_candidates(topk, num_steps)}
+    config = EagleConfig.tiny(**sizes, layout=layout, dtype=torch.float32)
     target, head = load_trained(config)
     worker = EagleWorker(config, target, head)
     seen = {}
@@ -101,7 +94,7 @@ def test_draft_and_extend_logits_equal_a_recomputation(topk, num_steps, layout):
             torch.testing.assert_close(rows, expected, atol=2e-4, rtol=1e-4)
 
 
-def walk(tree: Tree, predictions, request: int) -> list[int]:
+def walk(tree, predictions, request):
     """Accepted nodes by walking down from the root, as a reader of the EAGLE paper would."""
     tokens, parents, chosen = tree.tokens[request], tree.parents[request], predictions[request]
     path = []
@@ -113,18 +106,11 @@ def walk(tree: Tree, predictions, request: int) -> list[int]:
     return path
 
 
-@settings(max_examples=150, derandomize=True, deadline=None)
-@given(
-    topk=st.integers(1, 4),
-    num_steps=st.integers(2, 5),
-    seed=st.integers(0, 10**6),
-    sharp=st.sampled_from([1.0, 30.0, 1e4]),
-    data=st.data(),
-)
+@given(st.integers(1, 4), st.integers(2, 5), st.integers(0, 10**6), st.sampled_from([1, 30, 1e4]), st.data())
+@properties(150)
 def test_tree_and_acceptance_against_a_walk(topk, num_steps, seed, sharp, data):
     """Also where probabilities saturate at 1 and 0, so that a child ties with its parent."""
-    most = 1 + topk + (num_steps - 1) * topk * topk
-    w = data.draw(st.integers(num_steps + 1, min(most, 24)))
+    w = data.draw(st.integers(num_steps + 1, min(all_candidates(topk, num_steps), 24)))
     config = EagleConfig(
         hidden_size=16, num_heads=2, intermediate_size=16, vocab_size=12, topk=topk, num_steps=num_steps,
         num_draft_tokens=w, capture_batch_sizes=(4,), max_context_len=32, dtype=torch.float32,

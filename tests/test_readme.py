@@ -12,9 +12,8 @@ READMES = ("README.md", "README.zh.md")
 
 
 def test_figure_and_numbers_are_fresh():
-    run = subprocess.run(
-        [sys.executable, "scripts/update_readme.py", "--check"], cwd=ROOT, capture_output=True, text=True
-    )
+    check = [sys.executable, "scripts/update_readme.py", "--check"]
+    run = subprocess.run(check, cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
 
 

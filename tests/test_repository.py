@@ -26,63 +26,61 @@ NOTEBOOK_LINES = 1500
 LIB = sorted((ROOT / "lib").rglob("*.py"))
 
 
-def tracked_files() -> list[Path]:
+def tracked_files(suffix=""):
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
-    paths = [ROOT / name for name in listed.decode().split("\0") if name]
+    paths = [ROOT / name for name in listed.decode().split("\0") if name.endswith(suffix)]
     return [path for path in paths if path.is_file()]
 
 
-def module_name(path: Path) -> str:
+def module_name(path):
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-def part_of_lib(module: str) -> str:
+def part_of_lib(module):
     """ "copies" of lib.copies, "eagle" of lib.eagle.fields, "" of lib itself."""
     return f"{module}..".split(".")[1]
 
 
-def imports(path: Path, on_import: bool = False) -> set[str]:
+def parse(path):
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def imports(path, on_import=False):
     """The dotted names that a file imports; `on_import`: without those inside functions and type checks."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
     names, lazy = set(), set()
-    for node in ast.walk(tree):
+    for node in ast.walk(parse(path)):  # a parent before its children
         checks_types = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        if isinstance(node, ast.FunctionDef) or checks_types:
+        if on_import and (isinstance(node, ast.FunctionDef) or checks_types):
             lazy |= set(ast.walk(node))
-    for node in ast.walk(tree):
-        if on_import and node in lazy:
-            continue
-        if isinstance(node, ast.Import):
+        if isinstance(node, ast.Import) and node not in lazy:
             names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            package = ".".join(path.relative_to(ROOT).parts[: -node.level]) if node.level else ""
-            module = ".".join(filter(None, (package, node.module)))
-            names |= {f"{module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node not in lazy:
+            assert not node.level, f"{path}: imports name their package"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
     return names
 
 
-def roots(names: set[str]) -> set[str]:
+def roots(names):
     return {name.partition(".")[0] for name in names}
 
 
-def modules_used(path: Path) -> set[str]:
+def modules_used(path):
     """The modules of lib that a file imports, anywhere in it; a name of a package stands for the package."""
     modules = {module_name(other) for other in LIB}
     used = {name if name in modules else name.rpartition(".")[0] for name in imports(path)}
     return (used & modules) - {module_name(path)}
 
 
-def size(path: Path) -> tuple[int, int, int]:
+def size(path):
     """Lines, AST nodes, code lines; neither comments nor docstrings are code."""
     text = path.read_text(encoding="utf-8")
-    tree = ast.parse(text)
     silent = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
-    code = set()
+    silent.add(tokenize.ENDMARKER)
+    nodes, code = 0, set()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type not in silent | {tokenize.ENDMARKER}:
+        if token.type not in silent:
             code |= set(range(token.start[0], token.end[0] + 1))
-    nodes = 0
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(text)):
         nodes += 1
         documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
         if documented and ast.get_docstring(node, clean=False) is not None:
@@ -117,12 +115,9 @@ def test_no_module_of_lib_imports_itself_in_a_circle_not_even_lazily():
 def test_lib_is_as_small_as_it_promises():
     sizes = {module_name(path): size(path) for path in LIB}
     core = [lines for name, (lines, _, _) in sizes.items() if part_of_lib(name) in CORE]
-    found = {
-        "lib lines": sum(lines for lines, _, _ in sizes.values()),
-        "lib nodes": sum(nodes for _, nodes, _ in sizes.values()),
-        "core lines": sum(core),
-        "copies.py lines": sizes["lib.copies"][0],
-    }
+    lines, nodes, _ = map(sum, zip(*sizes.values()))
+    found = {"lib lines": lines, "lib nodes": nodes}
+    found |= {"core lines": sum(core), "copies.py lines": sizes["lib.copies"][0]}
     assert {name: number for name, number in found.items() if number > AT_MOST[name]} == {}
     density = {name: round(nodes / max(1, code), 1) for name, (_, nodes, code) in sizes.items()}
     limits = {name: DENSER.get(name, NODES_A_CODE_LINE) for name in density}
@@ -153,16 +148,8 @@ def test_everything_that_the_project_imports_is_pinned():
     provided |= {"traitlets": "ipykernel", "nbformat": "nbclient", "dask": "distributed"}
     provided |= {"PIL": "matplotlib", "jinja2": "nbconvert", "markupsafe": "nbconvert", "bs4": "nbconvert"}
     pinned = (ROOT / "environment.yml").read_text(encoding="utf-8").lower()
-    modules = [path for path in tracked_files() if path.suffix == ".py"]
-    own = {
-        "lib",
-        "scripts",
-        "tests",
-        "benchmarks",
-        "notebooks",
-        *(path.stem for path in modules),
-        *sys.stdlib_module_names,
-    }
+    modules = tracked_files(".py")
+    own = TOP_LEVEL | {path.stem for path in modules} | sys.stdlib_module_names
     for path in modules:
         for root in roots(imports(path)) - own:
             where = f"{path.relative_to(ROOT)} imports {root}"
@@ -171,29 +158,25 @@ def test_everything_that_the_project_imports_is_pinned():
 
 def test_every_text_file_is_opened_as_utf_8():
     """In what is not a test: whatever the locale, open(), read_text() and write_text() name the encoding."""
+    opens = re.compile(r"(^|(?<!os|ge)\.)(open|read_text|write_text)$")  # not os.open, Image.open
+    is_binary = re.compile(r"""['"][rwax+]*b[rwax+]*['"]""")
     silent = []
-    for path in [path for path in tracked_files() if path.suffix == ".py" and "tests" not in path.parts]:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            call = ast.unparse(node) if isinstance(node, ast.Call) else ""
-            name = ast.unparse(node.func) if call else ""
-            opens = re.search(
-                r"(^|(?<!os|ge)\.)(open|read_text|write_text)$", name
-            )  # not os.open, Image.open
-            is_binary = re.search(r"""['"][rwax+]*b[rwax+]*['"]""", call)
-            if opens and not is_binary and "encoding=" not in call:
-                silent.append(f"{path.relative_to(ROOT)}:{node.lineno}: {call[:60]}")
+    for path in [path for path in tracked_files(".py") if "tests" not in path.parts]:
+        for node in ast.walk(parse(path)):
+            if isinstance(node, ast.Call) and opens.search(ast.unparse(node.func)):
+                call = ast.unparse(node)
+                if not is_binary.search(call) and "encoding=" not in call:
+                    silent.append(f"{path.relative_to(ROOT)}:{node.lineno}: {call[:60]}")
     assert silent == []
 
 
 def test_nothing_committed_names_a_machine():
-    home = r"(?<![\w.])/(work|root|home/\w+|tmp|opt|Users)/\w"
+    home = re.compile(r"(?<![\w.])/(work|root|home/\w+|tmp|opt|Users)/\w")
     for path in tracked_files():
-        try:
-            text = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError:  # weights, archives
-            continue
-        found = [line for line in text.splitlines() if re.search(home, line)]
-        assert not found, f"{path.relative_to(ROOT)}: {found[0].strip()[:120]}"
+        content = path.read_bytes()
+        if b"\0" not in content:  # weights, archives
+            found = [line for line in content.decode().splitlines() if home.search(line)]
+            assert not found, f"{path.relative_to(ROOT)}: {found[0].strip()[:120]}"
 
 
 def test_scripts_that_people_start_are_executable():

@@ -1,66 +1,42 @@
 """Every strategy: bitwise what a loop of `copy_` leaves, or the documented refusal; and its launches."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from lib.copies import DEFAULT_DMA_BYTES, grouped_dma
-from lib.launches import KINDS, launches
+from lib.launches import launches
 from lib.strategies import STRATEGIES, Step, grouped_foreach_dma
-from tests.tensors import (
-    DTYPES,
-    Pairs,
-    assert_copies_or_refuses,
-    must_refuse,
-    one_nan,
-    pairs,
-    properties,
-    run_watched,
-    same,
-    snapshot,
-    storages,
-    without_denormals,
-)
+from tests.tensors import DTYPES, must_refuse, one_nan, pairs, properties, without_denormals
+from tests.tensors import assert_copies_or_refuses as check
+from tests.tensors import assert_runs_what_is_counted as check_launches
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:Casting complex values", "ignore:ComplexHalf support", "ignore:.*encountered in cast"
-)
+pytestmark = pytest.mark.filterwarnings("ignore:Casting complex", "ignore:ComplexHalf", "ignore:.*in cast")
 TRITON = ("small_copy", "fused")
 WAYS = {**STRATEGIES, "everything alone": partial(grouped_foreach_dma, dma_bytes=0)}
 
 
-def no_byte_view(t: Tensor) -> bool:
+def no_byte_view(t):
     """Not where the last stride is not 1, of 0-dim and of lazy views; one-byte types always have one."""
     lazy = t.is_conj() or t.is_neg()
     return lazy or (t.element_size() > 1 and (t.dim() == 0 or t.stride(-1) != 1))
 
 
-def watched(name: str, dsts: list[Tensor], srcs: list[Tensor]) -> None:
-    """Run a strategy's calls; making and counting them writes nothing, and what runs is what was counted."""
-    memory = storages([*dsts, *srcs])
-    before = snapshot(memory)
-    calls = WAYS[name](Step.of(dsts, srcs))
-    counted = [(KINDS[launch.kind].op, launch.n_copies, launch.bytes) for launch in launches(calls)]
-    assert same(memory, before), name
-    assert run_watched(calls) == counted, name
+def watched(name, dsts, srcs):
+    check_launches(WAYS[name](Step.of(dsts, srcs)))
 
 
 @given(pairs())
 @properties(300)
-def test_strategies_leave_what_a_loop_of_copy_leaves_and_launch_what_they_count(case: Pairs):
+def test_strategies_leave_what_a_loop_of_copy_leaves_and_launch_what_they_count(case):
     dsts, srcs = case
-    ways = [partial(watched, name) for name in WAYS if name not in (*TRITON, "uint8_view")]
-    assert_copies_or_refuses(case, *ways)
+    check(case, *(partial(watched, name) for name in WAYS if name not in (*TRITON, "uint8_view")))
     converts = any(d.dtype != s.dtype for d, s in zip(dsts, srcs))
-    refuses = converts or any(map(no_byte_view, (*dsts, *srcs)))
-    errors = (ValueError, RuntimeError) if refuses else ()
-    assert_copies_or_refuses(case, partial(watched, "uint8_view"), refuses=errors)
+    must = converts or any(map(no_byte_view, (*dsts, *srcs)))
+    check(case, partial(watched, "uint8_view"), must=must, refuses=(ValueError, RuntimeError))
 
 
 some_dtypes = st.sampled_from([DTYPES, DTYPES, [torch.int32, torch.int64]])
@@ -68,13 +44,11 @@ some_dtypes = st.sampled_from([DTYPES, DTYPES, [torch.int32, torch.int64]])
 
 @given(some_dtypes.flatmap(lambda dtypes: pairs(dtypes, max_pairs=5)))
 @properties(200)
-def test_so_do_those_with_a_kernel_of_triton_in_its_interpreter(case: Pairs):
+def test_so_do_those_with_a_kernel_of_triton_in_its_interpreter(case):
     """All bits of all dtypes, but the payload of a NaN that is converted: each device has its own."""
     pytest.importorskip("triton")
-    dsts, srcs = case
-    without_denormals(srcs)
-    settle = partial(one_nan, [dst for dst, src in zip(dsts, srcs) if dst.dtype != src.dtype])
-    assert_copies_or_refuses(case, *(partial(watched, name) for name in TRITON), settle=settle)
+    without_denormals(case[1])
+    check(case, *(partial(watched, name) for name in TRITON), settle=one_nan)
 
 
 def test_uint8_view_names_the_field():
@@ -90,9 +64,6 @@ def test_what_is_large_alone_or_empty():
     dsts = [*small, torch.zeros(8), torch.zeros(0), torch.zeros(DEFAULT_DMA_BYTES // 8, dtype=torch.int64)]
     step = Step.of(dsts, [t.clone() for t in dsts])
     large = ("memcpy", 1, DEFAULT_DMA_BYTES)
-    converting = [torch.zeros(DEFAULT_DMA_BYTES, dtype=torch.int32) for _ in range(2)]
-    (group,) = grouped_dma(zip(converting, [t.long() for t in converting]))  # whatever their size
-    assert group.op == "foreach"
     for name, expected in {
         "per_copy": [("memcpy", 1, 64)] * 4 + [("memcpy", 1, 32), large],
         "grouped_foreach": [("foreach", 5, 256 + DEFAULT_DMA_BYTES), ("foreach", 1, 32)],
@@ -106,6 +77,9 @@ def test_what_is_large_alone_or_empty():
         assert sorted(made) == sorted(expected), name
         if name in ("copy_plan", "fused"):  # which are kept: an empty pair costs no call
             assert len(calls) == len(made)
+    converting = [torch.zeros(DEFAULT_DMA_BYTES, dtype=torch.int32) for _ in range(2)]
+    (group,) = grouped_dma(zip(converting, [t.long() for t in converting]))  # whatever their size
+    assert group.op == "foreach"
 
 
 I64, F32 = torch.zeros(8, dtype=torch.int64), torch.zeros(2, 8)
@@ -133,7 +107,7 @@ I64, F32 = torch.zeros(8, dtype=torch.int64), torch.zeros(2, 8)
         (I64.to(torch.uint16), torch.ones(8, dtype=torch.uint16), False),
     ],
 )
-def test_small_copy_takes_all_pairs_or_groups_them(dst: Tensor, src: Tensor, taken: bool):
+def test_small_copy_takes_all_pairs_or_groups_them(dst, src, taken):
     """The rules of `try_small_copy`, SGLang 0.5.23: one pair that it does not take sends all to groups."""
     made = launches(STRATEGIES["small_copy"](Step.of([I64, dst], [I64 + 1, src])))
     assert [launch.kind == "fused" for launch in made] == ([True] if taken else [False] * len(made))
@@ -142,10 +116,11 @@ def test_small_copy_takes_all_pairs_or_groups_them(dst: Tensor, src: Tensor, tak
 
 
 def test_one_kernel_takes_32_pairs_and_small_copy_any_number():
-    dsts = [torch.zeros(3, dtype=dtype) for dtype in (torch.int64, torch.float32) for _ in range(20)]
+    step = Step.of([torch.zeros(3) for _ in range(40)], [torch.ones(3)] * 40)
     for name, numbers in (("small_copy", [40]), ("fused", [32, 8])):
-        calls = STRATEGIES[name](Step.of(dsts, [dst + 1 for dst in dsts]))
-        assert [(call.op, len(call.dsts)) for call in calls] == [("fused", n) for n in numbers]
+        assert [(call.op, len(call.dsts)) for call in STRATEGIES[name](step)] == [
+            ("fused", n) for n in numbers
+        ]
 
 
 def test_property_tests_meet_what_they_are_for():
@@ -154,7 +129,7 @@ def test_property_tests_meet_what_they_are_for():
 
     @given(pairs())
     @properties(100)
-    def survey(case: Pairs) -> None:
+    def survey(case):
         refused.append(must_refuse(*case))
         dtypes.update(t.dtype for side in case for t in side)
 

@@ -1,7 +1,7 @@
 """watch: every copy of any code, with its line; nothing changed; what to paste."""
 
-import importlib.util
 import random
+import runpy
 from collections import Counter
 from types import SimpleNamespace
 
@@ -58,19 +58,17 @@ def test_fifty_mixed_calls_are_all_seen_with_their_lines(seed, tmp_path):
     code = "".join(f"    {line}\n    {UNSEEN[i % 4]}\n" for i, line in enumerate(chosen))
     path = tmp_path / "generated.py"
     path.write_text(HEAD + code, encoding="utf-8")
-    spec = importlib.util.spec_from_file_location("generated", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    run = runpy.run_path(str(path))["run"]
     plain, watched = arguments(), arguments()
-    module.run(*plain)
+    run(*plain)
     with watch() as seen:
-        module.run(*watched)
+        run(*watched)
     first = HEAD.count("\n") + 1
     lines = [LINE_OF_HELPER if line == "helper(ints)" else first + 2 * i for i, line in enumerate(chosen)]
     by_call = {id(one.call): one for one in seen.sightings}.values()
     assert [one.where for one in by_call] == [(str(path), line) for line in lines]
-    assert [call.op for call in seen.calls] == [LINES[line][0] for line in chosen]
-    assert [launch.kind for launch in seen.launches()] == [LINES[line][1] for line in chosen]
+    made = [(call.op, launch.kind) for call, launch in zip(seen.calls, seen.launches(), strict=True)]
+    assert made == [LINES[line] for line in chosen]
     assert all(map(torch.equal, plain[:3], watched[:3]))
 
 
@@ -82,32 +80,32 @@ def signature(calls):
     return Counter(described)
 
 
-@pytest.mark.parametrize("requests", [16, 13])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("name", SECTIONS)
-def test_sections_of_engines_make_the_calls_of_the_file(name, device, requests):
+def test_sections_of_engines_make_the_calls_of_the_file(name, device):
     if (name, device) == ("nano-vllm", "cpu"):
         pytest.skip("uploads from the CPU to the CPU are none")
     section = SECTIONS[name](device)
-    with watch() as seen:
-        section.fill(requests, 16)
-    assert signature(seen.calls) == signature(engines()[name].calls(requests, 16))
+    for requests in (16, 13):
+        with watch() as seen:
+            section.fill(requests, 16)
+        assert signature(seen.calls) == signature(engines()[name].calls(requests, 16))
 
 
-def pasted(suggestion, **names):
-    """What the suggested lines make; its own are looked up in `names`."""
-    scope = {"torch": torch, "ReplayCopies": ReplayCopies, "StaticInput": StaticInput} | names
-    lines = [line for line in suggestion.lines.splitlines() if not line.startswith("copies(")]
-    exec("\n".join(lines), scope)
-    return scope["copies"]
+def pasted(lines, **scope):
+    """The `copies` of the suggested lines; their own names are looked up in `scope`."""
+    definitions, call, _ = lines.partition("copies(inputs, batch_size, captured)")
+    exec(definitions, scope | {"ReplayCopies": ReplayCopies, "StaticInput": StaticInput}, made := {})
+    assert call
+    return made["copies"]
 
 
 def test_what_is_suggested_works_when_pasted():
     section, other = SglangDraft("cpu"), SglangDraft("cpu")
     with watch() as seen:
         section.fill(13, 16)
-    suggestion = seen.suggest()
-    copies = pasted(suggestion, section=other)
+    before, after, lines = seen.suggest()
+    copies = pasted(lines, section=other)
     inputs = vars(other.inputs(13))
     for i, source in enumerate(inputs.values()):
         source += i
@@ -115,7 +113,7 @@ def test_what_is_suggested_works_when_pasted():
     for name, source in inputs.items():
         assert torch.equal(getattr(other.buffers, name)[: len(source)], source), name
     assert other.buffers.seq_lens[13:16].tolist() == [1] * 3
-    assert suggestion[:2] == (10, len(launches(copies.calls(inputs, 13, 16))))
+    assert (before, after) == (10, len(launches(copies.calls(inputs, 13, 16))))
 
 
 def test_fields_of_the_host_go_into_packed_inputs():
@@ -127,37 +125,33 @@ def test_fields_of_the_host_go_into_packed_inputs():
     scope = {"torch": torch, "PackedInputs": PackedInputs, "device": "cpu"}
     exec(lines + "\n    pass", scope)
     packed = scope["packed"].device
-    assert list(packed) == list(section.buffers)
-    assert packed["slot_mapping"].tolist() == [-1] * 64
+    assert list(packed) == list(section.buffers) and packed["slot_mapping"].tolist() == [-1] * 64
     report = seen.report()
     uploads = report[report.kind == "htod"]
-    assert uploads.times.sum() == 5
+    assert uploads.times.sum() == 5 and uploads.better.str.contains("PackedInputs").all()
     assert uploads.reason.str.startswith("pageable").all()
-    assert uploads.better.str.contains("PackedInputs").all()
 
 
 def test_what_is_no_field_is_left_as_it_is_and_said():
     one, other = SimpleNamespace(ids=torch.zeros(8)), SimpleNamespace(ids=torch.zeros(8))
     parts, lens, columns, block = torch.zeros(8), torch.zeros(9), torch.zeros(8, 4), torch.zeros(16)
+    sixes = torch.zeros(9)
     views = SimpleNamespace(first=block[:8], second=block[8:])
+    four = torch.arange(4.0)
     with watch() as seen:
-        for buffer in (one, other):
-            buffer.ids[:4] = torch.arange(4.0)
-        parts[:4] = one.ids[:4]
-        parts[4:] = one.ids[:4]
-        lens[1:5].copy_(one.ids[:4])
+        for buffer in (one.ids, other.ids, parts, views.first, views.second):
+            buffer[:4] = four
+        parts[4:] = four
+        lens[1:5].copy_(four)
         columns[:, :2].copy_(columns[:, 2:])
-        views.first[:4] = one.ids[:4]
-        views.second[:4] = one.ids[:4]
+        sixes[:6].copy_(torch.ones(6))  # of requests that fill four rows of most
         for row in (torch.zeros(8), torch.zeros(8)):
-            row[:4].copy_(torch.ones(4))
+            row[:4].copy_(four)
         torch.zeros(4)[:2].copy_(torch.ones(2))
         torch.zeros(4).fill_(1)
-    suggestion = seen.suggest()
-    comment, *_ = suggestion.lines.splitlines()
-    named = {name.strip() for name in comment.partition(":")[2].split(",")}
-    assert named == {"parts", "lens", "columns", "row"}
-    copies = pasted(suggestion, one=one, other=other, views=views)
+    lines = seen.suggest().lines
+    assert lines.splitlines()[0].partition(": ")[2] == "parts, lens, columns, sixes, row"
+    copies = pasted(lines, one=one, other=other, views=views)
     assert list(copies.fields) == ["ids", "other_ids", "first", "second"]
 
 
@@ -170,13 +164,11 @@ def test_the_report_says_how_often_what_hinders_and_what_helps():
         torch._foreach_copy_([a[:4], b[:4]], [four, four])
         c[:, :2].copy_(torch.ones(4, 2))
     report = seen.report()
-    assert report.times.tolist() == [3, 1, 1, 1]
     assert report.code.iloc[0] == "a[:4] = four"
-    assert report.name.tolist() == ["a", "a", "b", "c"]
-    assert "converts torch.int64 to torch.int32" in report.reason[0]
+    found = list(zip(report.name, report.times, report.bytes))
+    assert found == [("a", 3, 16), ("a", 1, 16), ("b", 1, 16), ("c", 1, 32)]
+    assert "converts torch.int64 to torch.int32" in report.reason[0] and "gaps" in report.reason[3]
     assert report.reason[1:3].str.startswith("slow path").all()
-    assert "gaps" in report.reason[3]
-    assert report.bytes.tolist() == [16, 16, 16, 32]
 
 
 def test_errors_come_through_and_code_may_copy_nothing():
@@ -215,8 +207,7 @@ def test_whatever_else_the_code_holds_is_left_alone():
 def test_uploads_and_conversions_are_seen_in_inference_mode_too(mode):
     source = torch.arange(4)
     with watch() as seen, mode():
-        converted = source.to(torch.int32)
-        uploaded = source.to("meta")
+        converted, uploaded = source.to(torch.int32), source.to("meta")
         assert source.to(torch.int64) is source
     assert converted.dtype == torch.int32 and uploaded.is_meta
     assert [launch.kind for launch in seen.launches()] == ["elementwise", "htod"]
