@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
-from lib.profiles.traces import COPY, DEVICE_KINDS, FOREACH, is_foreach
+from lib.profiles.traces import COPY, DEVICE_KINDS, FOREACH, FOREACH_KERNEL
 
 COPIES = ("memcpy", "copy_kernel")
 SHORTEST_WAIT_US = 5  # a gap below tells nothing of another stream
@@ -99,7 +99,7 @@ def find_copy_bursts(trace: pd.DataFrame, min_copies: int = 4, kinds: Sequence[s
         that are not kept, in order).
     """
     copies = burst_copies(trace, min_copies, kinds)
-    copies["fused"] = copies.name.astype(str).map(is_foreach).astype(bool)
+    copies["fused"] = copies.name.astype(str).str.contains(FOREACH_KERNEL)
     # a graph launch or a foreach call stands behind several copies, and counts once
     copies["call_again"] = copies.duplicated(["burst", "correlation"])
     copies["op_again"] = copies.duplicated(["burst", "op_start_us"])
@@ -230,7 +230,9 @@ def findings(trace: pd.DataFrame, bursts: pd.DataFrame, device: str = "") -> lis
 def _grouped_already(work: pd.DataFrame) -> list[str]:
     told = []
     names = work.name.astype(str)
-    fused = (names.map(is_foreach) & work.foreach_us.isna()) | names.str.contains("small_copy|fused_copy")
+    fused = (names.str.contains(FOREACH_KERNEL) & work.foreach_us.isna()) | names.str.contains(
+        "small_copy|fused_copy"
+    )
     if fused.any():
         told.append(f"{fused.sum()} kernels copy several tensors each: those are grouped already")
     routes = defaultdict(list)

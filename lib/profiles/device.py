@@ -7,7 +7,6 @@ it then takes a floor plus its bytes at a rate. No more is modelled: no caches, 
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -19,17 +18,15 @@ import numpy as np
 import pandas as pd
 
 from lib.profiles.bursts import burst_copies, find_copy_bursts
-from lib.profiles.traces import DEVICE_KINDS, is_foreach
+from lib.profiles.traces import DEVICE_KINDS, FOREACH_KERNEL
 
 DEVICES = Path(__file__).resolve().parents[2] / "data" / "devices"
 # Every figure of a profile, in us or GB/s (1e9 payload bytes a second), after those that it rests on: what it
 # is; of which device events (`where`) it is which value, and the percentiles for low, value and high; and
 # what is assumed where a trace does not tell it: a base (a figure, or a number) times factor, low and high.
-with open(DEVICES / "figures.csv", encoding="utf-8", newline="") as _file:
-    FIGURES = {row["figure"]: row for row in csv.DictReader(_file)}
-
-
-ENDS = ("fast", "middle", "slow")
+FIGURES = pd.read_csv(DEVICES / "figures.csv", index_col="figure", keep_default_na=False).to_dict("index")
+PERCENTILES = (0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 1)
+ENDS = {"fast": ("low", "high"), "slow": ("high", "low")}  # of a time, and of a rate
 
 
 @dataclass(frozen=True)
@@ -40,10 +37,6 @@ class Figure:
     low: float
     high: float
     source: str
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.low <= self.value <= self.high:
-            raise ValueError(f"expected 0 <= low <= value <= high, got {self}")
 
     @classmethod
     def of(cls, low: float, value: float, high: float, source: str) -> Figure:
@@ -67,6 +60,12 @@ class DeviceProfile:
     figures: dict[str, Figure]
     error: dict[str, Annotated[float, msgspec.Meta(ge=0)]] | None = None
 
+    def __post_init__(self) -> None:
+        for name, figure in self.figures.items():
+            least = 1e-9 * name.endswith("gb_per_s")  # a copy at no rate would never end
+            if not least <= figure.low <= figure.value <= figure.high:
+                raise ValueError(f"{name}: expected {least} <= low <= value <= high, got {figure}")
+
     def __getitem__(self, figure: str) -> float:
         return self.figures[figure].value
 
@@ -79,12 +78,8 @@ class DeviceProfile:
         """At one of ENDS of every figure but the runtime calls inside operators."""
         figures = dict(self.figures)
         for name in figures.keys() - {"host_memcpy_us", "host_launch_us"}:
-            figure = figures[name]
-            ends = (figure.low, figure.value, figure.high)
-            if name.endswith("gb_per_s"):
-                ends = ends[::-1]
-            value = ends[ENDS.index(end)]
-            figures[name] = replace(figure, value=value)
+            field = ENDS[end][name.endswith("gb_per_s")]
+            figures[name] = replace(figures[name], value=getattr(figures[name], field))
         return replace(self, figures=figures)
 
     def label(self) -> str:
@@ -129,8 +124,8 @@ def _assumed(found: dict[str, Figure]) -> dict[str, Figure]:
     figures = {}
     for name, row in FIGURES.items():
         base = figures[row["base"]].value if row["base"] in figures else float(row["base"])
-        ends = [base * float(row[end]) for end in ("low", "factor", "high")]
-        source = f"assumed: {row['factor']} times {row['base']}; {row['why']}"
+        ends = [base * row[end] for end in ("low", "factor", "high")]
+        source = f"assumed: {row['factor']:g} times {row['base']}; {row['why']}"
         figures[name] = found.get(name) or Figure.of(*ends, source)
     return figures
 
@@ -166,13 +161,11 @@ def fit_profile(
         some = device.query(row["where"], local_dict=names, engine="python")
         values = some.eval(row["value"], local_dict=names, engine="python").dropna()
         if len(values):
-            ends = []
-            for end in row["percentiles"].split():
-                ends.append(values.mean() if end == "mean" else np.percentile(values, float(end)))
+            ends = values.describe(PERCENTILES)[row["percentiles"].split()]
             what = f"fitted: {row['value']} where {row['where']}, n={len(values)}"
             found[figure] = Figure.of(*ends, what)
     source = source or ", ".join(sources)
-    if about["resolution_us"] == 1:
+    if (device.start_us % 1 == 0).all():
         source += "; times in whole us"
     profile = DeviceProfile(name, about["device"], source, date, _assumed(found))
     if without is not None:
@@ -191,10 +184,8 @@ def _device_side(trace: pd.DataFrame, without: pd.Index | None) -> pd.DataFrame:
     """
     device = burst_copies(trace, min_copies=1, kinds=DEVICE_KINDS)
     device = device.astype({"name": str, "call": str, "op": str, "foreach_inputs": str})
-    device["fused"] = device.name.map(is_foreach).astype(bool)
-    device["hidden"] = False
-    if without is not None:
-        device["hidden"] = device.index.isin(without)
+    device["fused"] = device.name.str.contains(FOREACH_KERNEL)
+    device["hidden"] = device.index.isin([] if without is None else without)
     before = device.groupby("track").shift()  # noqa: F841, named below
     device["foreach_tensors"] = device.foreach_inputs.str.extract(r"^(\d+) ", expand=False).astype(float)
     device["smallest"] = device.query("kind == 'memcpy'").bytes.min()

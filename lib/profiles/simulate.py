@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from numbers import Integral
 
 import numpy as np
 import pandas as pd
-import torch
 
-from lib.copies import DEFAULT_DMA_BYTES, Call
-from lib.kinds import KINDS
-from lib.launches import Launch, launches
+from lib.copies import DEFAULT_DMA_BYTES
+from lib.kinds import KINDS, Launch
+from lib.launches import foreach_limits, tables
 from lib.profiles.device import DeviceProfile
 from lib.profiles.traces import COLUMNS, event_table
 
-WHAT_IF = (
-    *("span_us", "grouped_us", "grouped_low_us", "grouped_high_us"),
-    *("saved_us", "saved_low_us", "saved_high_us", "waiting_us", "ahead_us"),
-)
 WAITS, AHEAD = "the GPU waits for the host", "the host is ahead"
 GraphTimes = float | Mapping[str, float] | None
 
@@ -42,13 +35,8 @@ def simulate(
         a table as of `load_trace`, evidence "modelled", times from the first call on.
 
     Raises:
-        ValueError: an unknown kind, a count that is none, or a graph replay without its time.
+        ValueError: a graph replay without its time.
     """
-    for number, launch in enumerate(work, 1):
-        counts = (launch.bytes, launch.n_copies)
-        if launch.kind not in KINDS or not all(isinstance(n, Integral) and n >= 0 for n in counts):
-            expected = f"a kind of {list(KINDS)}, n_copies and bytes of 0 or more"
-            raise ValueError(f"launch {number}: expected {expected}, got {launch}")
     rows = []
     host = 0.0
     stream = host_us(work, profile) if ahead else -np.inf
@@ -63,15 +51,13 @@ def simulate(
         stream = start + duration
         if not ahead and (launch.kind == "dtoh" or launch.reason.startswith("pageable")):
             returned = max(returned, stream)
-        name = kind.work
-        if launch.kind == "graph" and launch.reason:
-            name = launch.reason
+        name = launch.reason if launch.kind == "graph" else kind.work
         on_host = ("host 0", "", -1, 0)
         on_stream = ("stream 7", "", 7, -1)
         if kind.op:
             rows.append((kind.op, "host_op", *on_host, host, returned - host, np.nan, -1))
         rows.append((kind.runtime, "runtime", *on_host, call, returned - call, np.nan, number + 1))
-        rows.append((name, kind.event, *on_stream, start, duration, launch.bytes, number + 1))
+        rows.append((name or kind.work, kind.event, *on_stream, start, duration, launch.bytes, number + 1))
         host = returned
     return event_table(
         pd.DataFrame(rows, columns=COLUMNS),
@@ -79,7 +65,6 @@ def simulate(
         device=profile.device,
         evidence="modelled",
         rocm=False,
-        resolution_us=0.001,
         left_out=[],
         label=profile.label(),
     )
@@ -110,9 +95,7 @@ def _host_costs(work: Sequence[Launch], number: int, profile: DeviceProfile) -> 
     launch = work[number]
     kind = KINDS[launch.kind]
     is_group = launch.kind == "foreach"
-    tensors_us = 0.0
-    if is_group:
-        tensors_us = launch.n_copies * profile["host_foreach_tensor_us"]
+    tensors_us = is_group * launch.n_copies * profile["host_foreach_tensor_us"]
     of_a_list = is_group or launch.reason.startswith("slow path")
     if number and of_a_list and launch.reason == work[number - 1].reason:  # in the same call
         return 0.0, profile[kind.call if is_group else kind.host] + tensors_us
@@ -131,18 +114,38 @@ def queued_us(work: Sequence[Launch], profile: DeviceProfile) -> float:
     return sum(device_us(launch, profile) + profile["gap_us"] for launch in work)
 
 
-# What grouping saves of a burst, in us; `off`: by what factor the model is taken to be off.
+# What grouping saves of a burst, in us, if times of the groups are `off` by a factor. One copy in a group
+# stays as it is; `all_between`: whether the time between the calls that go is saved, too.
 SAVING = """
     gone = n_small - n_grouped
     asked_us = @larger(op_us, host_us)
     between_us = (host_span_us - asked_us).clip(0) * gone / n_copies
     host_bound_us = asked_us * n_small / n_copies - host_grouped_us * off + between_us * all_between
-    scale = ((span_us - kept_us - blocked_us) / @larger(today_us, 1e-9)).clip(0)
-    queued_us = scale * (small_us - grouped_us * off)
+    scale = ((span_us - kept_us - blocked_us) / @larger(queued_today_us, 1e-9)).clip(0)
+    device_us = scale * (queued_small_us - queued_grouped_us * off)
     on_device_us = @smaller(gone * floor_us, busy_us - kept_us).clip(0)
     most_us = idle_us - blocked_us + on_device_us
-    saved_us = @smaller(host_bound_us.where(regime == 'host-bound', queued_us), most_us)
+    saved_us = @smaller(host_bound_us.where(regime == 'host-bound', device_us), most_us)
 """
+RESULT = """
+    launches = n_copies - n_small + n_grouped
+    grouped_us = span_us - saved_us
+    grouped_low_us = span_us - saved_high_us
+    grouped_high_us = span_us - saved_low_us
+    waiting_us = host_small_us - host_grouped_us
+    ahead_us = queued_small_us - queued_grouped_us
+"""
+PARTS = ["today", "small", "grouped"]  # of a burst's launches
+COLUMNS_KEPT = [
+    "n_copies",
+    "regime",
+    "launches",
+    "span_us",
+    "grouped_us",
+    "grouped_low_us",
+    "grouped_high_us",
+]
+COLUMNS_KEPT += ["saved_us", "saved_low_us", "saved_high_us", "waiting_us", "ahead_us"]
 
 
 def what_if_grouped(bursts: pd.DataFrame, profile: DeviceProfile, groups: int = 3) -> pd.DataFrame:
@@ -169,45 +172,28 @@ def what_if_grouped(bursts: pd.DataFrame, profile: DeviceProfile, groups: int = 
     errors = profile.error or {}
     error = bursts.regime.map(errors).astype(float)
     error = error.fillna(max(errors.values(), default=0.0))
-    dealt = [_dealt(sizes, groups) for sizes in bursts.sizes]
-    counts = pd.DataFrame(
-        {
-            "n_small": [len(small) for _, small, _ in dealt],
-            "n_grouped": [len(grouped) for _, _, grouped in dealt],
-            "today_us": [queued_us(today, profile) for today, _, _ in dealt],
-            "small_us": [queued_us(small, profile) for _, small, _ in dealt],
-            "host_small_us": [host_us(small, profile) for _, small, _ in dealt],
-        },
-        bursts.index,
-        dtype=float,
-    )
-    saved = []
-    for end, sign in (("middle", 0), ("fast", -1), ("slow", 1)):
-        figures = profile.at(end)
-        terms = bursts.join(counts).assign(
-            grouped_us=[queued_us(grouped, figures) for _, _, grouped in dealt],
-            host_grouped_us=[host_us(grouped, figures) for _, _, grouped in dealt],
-            off=(1 + sign * error).clip(0),
-            all_between=float(sign < 0),
-            floor_us=profile["memcpy_floor_us"],
-        )
-        saved.append(terms.eval(SAVING, local_dict={"larger": np.fmax, "smaller": np.fmin}))
-    ends = pd.concat([end.saved_us for end in saved], axis=1)
-    table = (
-        saved[0]
-        .assign(saved_low_us=ends.min(axis=1), saved_high_us=ends.max(axis=1))
-        .eval("""
-        launches = n_copies - n_small + n_grouped
-        waiting_us = host_small_us - host_grouped_us
-        ahead_us = small_us - grouped_us
-        grouped_us = span_us - saved_us
-        grouped_low_us = span_us - saved_high_us
-        grouped_high_us = span_us - saved_low_us
-    """)
-    )
-    table = table[["n_copies", "regime", "launches", *WHAT_IF]].astype({"launches": int})
+    dealt = pd.DataFrame([_dealt(sizes, groups) for sizes in bursts.sizes], bursts.index, PARTS)
+    terms = bursts.assign(n_small=dealt.small.str.len(), n_grouped=dealt.grouped.str.len())
+    terms = terms.assign(floor_us=profile["memcpy_floor_us"], **_times(dealt, profile))
+    saved = {}
+    for sign, figures in ((0, profile), (-1, profile.at("fast")), (1, profile.at("slow"))):
+        off, grouped = (1 + sign * error).clip(0), _times(dealt[["grouped"]], figures)
+        case = terms.assign(off=off, all_between=float(sign < 0), **grouped)
+        saved[sign] = case.eval(SAVING, local_dict={"larger": np.fmax, "smaller": np.fmin}).saved_us
+    ends = pd.DataFrame(saved, bursts.index)
+    terms = terms.assign(saved_us=ends[0], saved_low_us=ends.min(axis=1), saved_high_us=ends.max(axis=1))
+    table = terms.eval(RESULT)[COLUMNS_KEPT]
     table.attrs = {"evidence": "modelled", "label": profile.label(), "groups": groups}
     return table
+
+
+def _times(dealt: pd.DataFrame, profile: DeviceProfile) -> dict[str, list[float]]:
+    """What host and device take for the launches of each column, burst by burst."""
+    times = {}
+    for part, bursts in dealt.items():
+        times[f"host_{part}_us"] = [host_us(work, profile) for work in bursts]
+        times[f"queued_{part}_us"] = [queued_us(work, profile) for work in bursts]
+    return times
 
 
 def _dealt(sizes: Sequence[float], groups: int) -> tuple[list[Launch], list[Launch], list[Launch]]:
@@ -218,8 +204,8 @@ def _dealt(sizes: Sequence[float], groups: int) -> tuple[list[Launch], list[Laun
     for number in range(groups):
         group = small[number::groups]
         if len(group) > 1:
-            shapes = [max(copy.bytes, 1) for copy in group]
-            tensors = [torch.empty(shape, dtype=torch.uint8, device="meta") for shape in shapes]
-            group = launches([Call("foreach", tensors, tensors)])
-        made += [replace(launch, reason=f"group {number}") for launch in group]
+            sizes = [max(copy.bytes, 1) for copy in group]
+            chunks = tables(sizes, *foreach_limits())
+            group = [Launch("foreach", len(part), part.total(), f"group {number}") for part in chunks]
+        made += group
     return copies, small, made
