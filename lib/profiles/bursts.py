@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,16 +19,23 @@ REGIMES = {
     "queued": "the host is ahead: grouping saves floors and gaps on the device, no host time that counts",
 }
 SLOW = f"{FOREACH} > {COPY}"
-# Of a call, the operator and the foreach call around it: column of the trace -> end of the column here.
-ENDINGS = {
-    "name": "",
-    "kind": "_kind",
-    "start_us": "_start_us",
-    "dur_us": "_us",
-    "bytes": "_bytes",
-    "inputs": "_inputs",
+# What `burst_copies` adds of the call behind a copy, the operator around it, and the foreach call around that.
+OF_CALL = ["call", "call_start_us", "call_us", "op", "op_start_us", "op_us", "op_bytes", "op_inputs"]
+OF_CALL += ["foreach_start_us", "foreach_us", "foreach_inputs"]
+
+
+def _most_frequent(names: pd.Series) -> object:
+    return next(iter(names.value_counts().index), np.nan)
+
+
+OF_BURST = {  # what `find_copy_bursts` takes together, and how
+    **dict.fromkeys(("track", "start_us"), "first"),
+    **dict.fromkeys(("idle_us", "blocked_us", "waited_us", "n_calls", "host_us", "op_us", "kept_us"), "sum"),
+    "end_us": "max",
+    "call_start_us": "min",
+    "call_end_us": "max",
+    **dict.fromkeys(("call", "op"), _most_frequent),
 }
-UNUSED = ("call_kind", "call_bytes", "call_inputs", "op_kind", "foreach", "foreach_kind", "foreach_bytes")
 RULES = ("blocked_us > idle_us / 2", "2 * n_calls <= n_copies", "waited_us > idle_us / 2")
 
 
@@ -49,20 +55,14 @@ def burst_copies(trace: pd.DataFrame, min_copies: int = 4, kinds: Sequence[str] 
         than the copy), foreach_start_us, foreach_us, foreach_inputs (of a `_foreach_copy_` around that).
 
     Raises:
-        ValueError: min_copies below 1, a kind that is none of DEVICE_KINDS, or an index with duplicates.
+        ValueError: a kind that is none of DEVICE_KINDS.
     """
-    if min_copies < 1:
-        raise ValueError(f"min_copies: expected at least 1, got {min_copies}")
     unknown = sorted(set(kinds) - set(DEVICE_KINDS))
     if unknown:
         raise ValueError(f"kinds: expected some of {DEVICE_KINDS}, got {unknown}")
-    if not trace.index.is_unique:
-        raise ValueError("trace: expected an index without duplicates (pd.concat with ignore_index=True)")
-    device = trace[trace.kind.isin(DEVICE_KINDS)].sort_values(["track", "start_us"], kind="stable")
-    device = (
-        device.astype({"track": object, "kind": object})
-        .drop(columns="inputs")
-        .eval("""
+    device = trace[trace.kind.isin(DEVICE_KINDS)].drop(columns="inputs")
+    device = device.sort_values(["track", "start_us"], kind="stable")
+    device = device.astype({"track": object, "kind": object}).eval("""
         end_us = start_us + dur_us
         ready_us = end_us.groupby(track).cummax().groupby(track).shift()
         leads = correlation >= 0 and not correlation.duplicated()
@@ -71,14 +71,13 @@ def burst_copies(trace: pd.DataFrame, min_copies: int = 4, kinds: Sequence[str] 
         first_us = start_us.groupby(run).transform('first')
         size = start_us.groupby(run).transform('size')
     """)
-    )
     device["released_us"] = _released(device)
     copies = device.query("is_copy and size >= @min_copies")
     copies = copies.sort_values(["first_us", "run"], kind="stable")
     copies.insert(0, "burst", pd.factorize(copies.run)[0])
     copies = copies.join(_calls(copies, trace), on="correlation")
     copies["bytes"] = copies.eval("bytes.fillna(op_bytes.where(kind in @COPIES))")
-    return copies.drop(columns=["is_copy", "run", "first_us", "size", "op_bytes", *UNUSED])
+    return copies.drop(columns=["is_copy", "run", "first_us", "size", "op_bytes"])
 
 
 def find_copy_bursts(trace: pd.DataFrame, min_copies: int = 4, kinds: Sequence[str] = COPIES) -> pd.DataFrame:
@@ -91,12 +90,11 @@ def find_copy_bursts(trace: pd.DataFrame, min_copies: int = 4, kinds: Sequence[s
         track, n_copies, bytes (of the copies whose size is known; NaN for none), start_us, span_us (first
         start to last end), busy_us (in which the stream copied), idle_us (in which not), blocked_us (thereof:
         waiting for another stream), waited_us (thereof: before copies whose call had not returned when the
-        stream ran dry), idle_share, n_calls (copies whose call was recorded), host_us (summed runtime calls),
+        stream ran dry), n_calls (copies whose call was recorded), host_us (summed runtime calls),
         host_span_us (start of the first call to the end of the last), op_us (summed operators around them),
-        n_fused (foreach kernels, grouped already), n_kept and kept_us (these and copies of unknown size:
-        what-if leaves them alone), call and op (the most frequent; on the slow route
-        SLOW), regime (see REGIMES), sizes (float array: bytes of the copies
-        that are not kept, in order).
+        kept_us (foreach kernels and copies of unknown size: what-if leaves them alone), call and op (the most
+        frequent; on the slow route SLOW), regime (see REGIMES), sizes (float array: bytes of the copies that
+        are not kept, in order).
     """
     copies = burst_copies(trace, min_copies, kinds)
     copies["fused"] = copies.name.astype(str).str.contains(FOREACH_KERNEL)
@@ -109,43 +107,25 @@ def find_copy_bursts(trace: pd.DataFrame, min_copies: int = 4, kinds: Sequence[s
         idle_us = (start_us - end_us.groupby(burst).cummax().groupby(burst).shift()).clip(0).fillna(0)
         blocked_us = (released_us - @later(ready_us, call_end_us)).clip(0, idle_us).fillna(0)
         waited_us = (idle_us - blocked_us) * (call_end_us > ready_us)
+        n_calls = call_end_us.notna()
         kept = fused or bytes.isna()
         kept_us = dur_us * kept
         op = op.mask(foreach_us.notna() and op == @COPY, @SLOW)
-        call_us = call_us.mask(call_again)
+        host_us = call_us.mask(call_again)
         op_us = op_us.mask(op_again)
     """)
-    bursts = copies.groupby("burst").agg(
-        track=("track", "first"),
-        n_copies=("name", "size"),
-        bytes=("bytes", lambda sizes: sizes.sum(min_count=1)),
-        start_us=("start_us", "first"),
-        end_us=("end_us", "max"),
-        idle_us=("idle_us", "sum"),
-        blocked_us=("blocked_us", "sum"),
-        waited_us=("waited_us", "sum"),
-        n_calls=("call_end_us", "count"),
-        host_us=("call_us", "sum"),
-        host_start_us=("call_start_us", "min"),
-        host_end_us=("call_end_us", "max"),
-        op_us=("op_us", "sum"),
-        n_fused=("fused", "sum"),
-        n_kept=("kept", "sum"),
-        kept_us=("kept_us", "sum"),
-        call=("call", _most_frequent),
-        op=("op", _most_frequent),
-    )
+    groups = copies.groupby("burst")
+    bursts = groups.agg(OF_BURST).assign(n_copies=groups.size(), bytes=groups.bytes.sum(min_count=1))
     bursts = bursts.eval("""
         span_us = end_us - start_us
         busy_us = span_us - idle_us
-        idle_share = (idle_us / span_us).where(span_us > 0, 0)
-        host_span_us = host_end_us - host_start_us
+        host_span_us = call_end_us - call_start_us
     """)
     cases = [bursts.eval(rule) for rule in RULES]
     bursts["regime"] = np.select(cases, list(REGIMES)[:3], "queued")
-    bursts["sizes"] = [burst.bytes[~burst.kept].to_numpy() for _, burst in copies.groupby("burst")]
+    bursts["sizes"] = [burst.bytes[~burst.kept].to_numpy() for _, burst in groups]
     bursts.attrs = dict(trace.attrs)
-    return bursts.drop(columns=["end_us", "host_start_us", "host_end_us"])
+    return bursts.drop(columns=["end_us", "call_start_us", "call_end_us"])
 
 
 def of_range(trace: pd.DataFrame, text: str) -> pd.DataFrame:
@@ -205,10 +185,8 @@ def findings(trace: pd.DataFrame, bursts: pd.DataFrame, device: str = "") -> lis
     work = burst_copies(trace, 1, DEVICE_KINDS)
     told = []
     for regime, some in bursts.groupby("regime"):
-        counts = dict.fromkeys((some.n_copies.min(), some.n_copies.max()))
-        counts = " to ".join(map(str, counts))
-        many = f"{len(some)} of {len(bursts)} bursts"
-        told.append(f"{regime}: {many}, of {counts} copies: {REGIMES[regime]}")
+        counts = " to ".join(map(str, sorted({some.n_copies.min(), some.n_copies.max()})))
+        told.append(f"{regime}: {len(some)} of {len(bursts)} bursts, of {counts} copies: {REGIMES[regime]}")
     copies = work.query("kind in @COPIES and leads")
     lead_us = copies.eval("start_us - call_start_us - call_us").median()
     if lead_us > 0:
@@ -219,41 +197,32 @@ def findings(trace: pd.DataFrame, bursts: pd.DataFrame, device: str = "") -> lis
         small = (uploads.bytes <= 65_536).sum()
         pinned = uploads.name.astype(str).str.contains("Pinned").sum()
         sizes = f"{small} of at most 64 KiB, median {uploads.bytes.median():,.0f} bytes, {pinned} pinned"
-        share = "; small ones can share one upload" if small > 1 else ""
-        told.append(f"{len(uploads)} copies come from the host: {sizes}{share}")
+        told.append(f"{len(uploads)} copies come from the host: {sizes}; small ones can share one upload")
     own = trace.attrs["device"]
     if device and own and device != own:
         told.append(f"the profile is of another GPU ({device}) than the trace ({own})")
-    return told + trace.attrs["left_out"]
+    told += trace.attrs["left_out"]
+    # names come from a file: nothing that a terminal would obey
+    return ["".join(letter if letter.isprintable() else "\ufffd" for letter in line) for line in told]
 
 
 def _grouped_already(work: pd.DataFrame) -> list[str]:
     told = []
     names = work.name.astype(str)
-    fused = (names.str.contains(FOREACH_KERNEL) & work.foreach_us.isna()) | names.str.contains(
-        "small_copy|fused_copy"
+    alone = names.str.contains(FOREACH_KERNEL) & work.foreach_us.isna()
+    n_fused = (alone | names.str.contains("small_copy|fused_copy")).sum()
+    if n_fused:
+        told.append(f"{n_fused} kernels copy several tensors each: those are grouped already")
+    calls = work.groupby("foreach_start_us").agg(
+        route=("op", lambda ops: "fused" if (ops == FOREACH).all() else "on the slow route"),
+        dtypes=("op_inputs", lambda inputs: ", ".join(sorted(set(inputs.dropna())))),
+        host_us=("foreach_us", "first"),
     )
-    if fused.any():
-        told.append(f"{fused.sum()} kernels copy several tensors each: those are grouped already")
-    routes = defaultdict(list)
-    for _, call in work.groupby("foreach_start_us"):
-        routes[_foreach_route(call)].append(call.foreach_us.iloc[0])
-    for route, times in routes.items():
-        took = f"{np.median(times):.0f} us of host each"
-        told.append(f"already one foreach call, {route}: {len(times)} times, {took}")
+    for (route, dtypes), some in calls.groupby(["route", "dtypes"]):
+        why = f" because dtypes mix ({dtypes})" if ", " in dtypes else ""
+        took = f"{some.host_us.median():.0f} us of host each"
+        told.append(f"already one foreach call, {route}{why}: {len(some)} times, {took}")
     return told
-
-
-def _foreach_route(call: pd.DataFrame) -> str:
-    if (call.op == FOREACH).all():
-        return "fused"
-    inputs = sorted(set(call.op_inputs.dropna()))
-    why = f"because dtypes mix ({', '.join(inputs)})" if len(inputs) > 1 else "one copy for each pair"
-    return f"on the slow route {why}"
-
-
-def _most_frequent(names: pd.Series) -> object:
-    return next(iter(names.dropna().value_counts().index), np.nan)
 
 
 def _released(device: pd.DataFrame) -> pd.Series:
@@ -261,35 +230,34 @@ def _released(device: pd.DataFrame) -> pd.Series:
     gpu = device.track.str.extract(r"^(gpu \d+ )", expand=False).fillna("")
     last = pd.Series(np.nan, device.index)
     for _, events in device.groupby(gpu):
-        ends = np.sort(events.end_us)
+        ends = np.append(-np.inf, np.sort(events.end_us))
         last[events.index] = ends[np.searchsorted(ends, events.start_us, "right") - 1]
-    waited = device.assign(last=last).eval("last <= start_us and last - ready_us >= @SHORTEST_WAIT_US")
-    return last.where(waited)
+    return last.where(last - device.ready_us >= SHORTEST_WAIT_US)
 
 
 def _calls(copies: pd.DataFrame, trace: pd.DataFrame) -> pd.DataFrame:
-    """The host calls behind these copies by correlation, with the operators around them (see ENDINGS)."""
+    """The host calls behind these copies by correlation, with the operators around them (see OF_CALL)."""
     calls = trace[(trace.kind == "runtime") & (trace.correlation != -1)]
     calls = calls[calls.correlation.isin(copies.correlation)].drop_duplicates("correlation")
     ops = trace[trace.kind.isin(("host_op", "annotation")) & trace.track.isin(set(calls.track))]
-    texts = dict.fromkeys(("name", "kind", "track", "inputs"), object)
-    host = pd.concat([ops, calls]).eval("end_us = start_us + dur_us").astype(texts)
+    host = pd.concat([ops, calls]).astype(dict.fromkeys(("name", "kind", "track", "inputs"), object))
+    host = host.eval("end_us = start_us + dur_us\nis_call = kind == 'runtime'")
     # at equal starts operators before calls, and the longer first
-    host["rank"] = (host.kind == "runtime") - host.dur_us / (host.dur_us.max() + 1)
-    host = host.sort_values(["track", "start_us", "rank"], kind="stable")
-    stack, ops, groups = [], [], []  # stack: the operators that have begun, each inside the one before
+    order = ["track", "start_us", "is_call", "dur_us"]
+    host = host.sort_values(order, ascending=[True, True, True, False], kind="stable")
+    around = {}  # call -> the operator and the foreach call around it, by their index
+    stack = []  # the operators that have begun, each inside the one before
     for row in host.itertuples():
         while stack and (stack[-1].track != row.track or stack[-1].end_us < row.start_us):
             stack.pop()
-        if row.kind != "runtime":
+        if not row.is_call:
             stack.append(row)
             continue
-        ops.append(stack[-1].Index if stack else -1)
-        groups.append(next((op.Index for op in reversed(stack) if op.name == FOREACH), -1))
-    calls = host[host.kind == "runtime"]
-    table = {}
-    for part, found in {"call": calls.index, "op": ops, "foreach": groups}.items():
-        rows = host.reindex(found)
-        table |= {part + ending: rows[column].to_numpy() for column, ending in ENDINGS.items()}
-    table = pd.DataFrame(table, index=calls.correlation)
-    return table.assign(op_us=table.op_us.where(table.op_kind == "host_op"))
+        names = {op.name: op.Index for op in stack}
+        around[row.Index] = [stack[-1].Index if stack else -1, names.get(FOREACH, -1)]
+    of_call = pd.DataFrame.from_dict(around, "index", columns=["of_op", "of_foreach"])
+    calls = host[host.is_call].add_prefix("call_").join(of_call)
+    calls = calls.join(host.add_prefix("op_"), on="of_op").join(host.add_prefix("foreach_"), on="of_foreach")
+    calls.columns = calls.columns.str.replace("_name|_dur", "", regex=True)
+    calls["op_us"] = calls.op_us.where(calls.op_kind == "host_op")
+    return calls.set_index("call_correlation")[OF_CALL]
