@@ -2,7 +2,7 @@
 
 from lib.profiles.bursts import between, burst_copies, find_copy_bursts, findings, lanes, of_range
 from lib.profiles.device import FIGURES, DeviceProfile, Figure, fit_profile, validate
-from lib.profiles.simulate import AHEAD, WAITS, both_regimes, device_us, simulate, what_if_grouped
+from lib.profiles.simulate import AHEAD, WAITS, device_us, simulate, what_if_grouped
 from lib.profiles.traces import DEVICE_KINDS, HOST_KINDS, from_profiler, load_trace, to_chrome_trace
 
 __all__ = [
@@ -14,7 +14,6 @@ __all__ = [
     "DeviceProfile",
     "Figure",
     "between",
-    "both_regimes",
     "burst_copies",
     "device_us",
     "find_copy_bursts",

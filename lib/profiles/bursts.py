@@ -19,8 +19,9 @@ REGIMES = {
     "queued": "the host is ahead: grouping saves floors and gaps on the device, no host time that counts",
 }
 SLOW = f"{FOREACH} > {COPY}"
-# What `burst_copies` adds of the call behind a copy, the operator around it, and the foreach call around that.
-OF_CALL = ["call", "call_start_us", "call_us", "op", "op_start_us", "op_us", "op_bytes", "op_inputs"]
+# Of the call behind a copy, of the operator around it, and of the foreach call around that.
+OF_CALL = ["call", "call_start_us", "call_us", "call_end_us"]
+OF_CALL += ["op", "op_start_us", "op_us", "op_bytes", "op_inputs"]
 OF_CALL += ["foreach_start_us", "foreach_us", "foreach_inputs"]
 
 
@@ -36,7 +37,11 @@ OF_BURST = {  # what `find_copy_bursts` takes together, and how
     "call_end_us": "max",
     **dict.fromkeys(("call", "op"), _most_frequent),
 }
-RULES = ("blocked_us > idle_us / 2", "2 * n_calls <= n_copies", "waited_us > idle_us / 2")
+RULES = {  # of several that hold the last one counts
+    "host-bound": "waited_us > idle_us / 2",
+    "unknown": "2 * n_calls <= n_copies",
+    "blocked": "blocked_us > idle_us / 2",
+}
 
 
 def burst_copies(trace: pd.DataFrame, min_copies: int = 4, kinds: Sequence[str] = COPIES) -> pd.DataFrame:
@@ -49,10 +54,10 @@ def burst_copies(trace: pd.DataFrame, min_copies: int = 4, kinds: Sequence[str] 
         the trace's columns and index (of a copy kernel bytes and inputs are those of its aten::copy_), and:
         burst (0, 1, ... by first start), end_us, ready_us (when the stream had finished all before; NaN for
         its first event), released_us (when other work of the GPU ended, last before the event and at least
-        SHORTEST_WAIT_US after ready_us; else NaN), leads (whether it is the first work of its call), call,
-        call_start_us, call_us (the runtime call; NaN where it was not recorded), op, op_start_us, op_us (the
-        innermost operator or annotation around that call; op_us is NaN for an annotation, which holds more
-        than the copy), foreach_start_us, foreach_us, foreach_inputs (of a `_foreach_copy_` around that).
+        SHORTEST_WAIT_US after ready_us; else NaN), leads (whether it is the first work of its call), fused (a
+        foreach kernel), and OF_CALL: of the runtime call (NaN where it was not recorded), of the innermost
+        operator or annotation around it (op_us is NaN for an annotation, which holds more than the copy) and
+        of a `_foreach_copy_` around that.
 
     Raises:
         ValueError: a kind that is none of DEVICE_KINDS.
@@ -72,6 +77,7 @@ def burst_copies(trace: pd.DataFrame, min_copies: int = 4, kinds: Sequence[str] 
         size = start_us.groupby(run).transform('size')
     """)
     device["released_us"] = _released(device)
+    device["fused"] = device.name.astype(str).str.contains(FOREACH_KERNEL)
     copies = device.query("is_copy and size >= @min_copies")
     copies = copies.sort_values(["first_us", "run"], kind="stable")
     copies.insert(0, "burst", pd.factorize(copies.run)[0])
@@ -97,13 +103,11 @@ def find_copy_bursts(trace: pd.DataFrame, min_copies: int = 4, kinds: Sequence[s
         are not kept, in order).
     """
     copies = burst_copies(trace, min_copies, kinds)
-    copies["fused"] = copies.name.astype(str).str.contains(FOREACH_KERNEL)
     # a graph launch or a foreach call stands behind several copies, and counts once
     copies["call_again"] = copies.duplicated(["burst", "correlation"])
     copies["op_again"] = copies.duplicated(["burst", "op_start_us"])
     later = np.fmax  # noqa: F841, of two times, if one is known
     copies = copies.eval("""
-        call_end_us = call_start_us + call_us
         idle_us = (start_us - end_us.groupby(burst).cummax().groupby(burst).shift()).clip(0).fillna(0)
         blocked_us = (released_us - @later(ready_us, call_end_us)).clip(0, idle_us).fillna(0)
         waited_us = (idle_us - blocked_us) * (call_end_us > ready_us)
@@ -121,8 +125,9 @@ def find_copy_bursts(trace: pd.DataFrame, min_copies: int = 4, kinds: Sequence[s
         busy_us = span_us - idle_us
         host_span_us = call_end_us - call_start_us
     """)
-    cases = [bursts.eval(rule) for rule in RULES]
-    bursts["regime"] = np.select(cases, list(REGIMES)[:3], "queued")
+    bursts["regime"] = "queued"
+    for regime, rule in RULES.items():
+        bursts["regime"] = bursts.regime.mask(bursts.eval(rule), regime)
     bursts["sizes"] = [burst.bytes[~burst.kept].to_numpy() for _, burst in groups]
     bursts.attrs = dict(trace.attrs)
     return bursts.drop(columns=["end_us", "call_start_us", "call_end_us"])
@@ -141,18 +146,16 @@ def of_range(trace: pd.DataFrame, text: str) -> pd.DataFrame:
     Raises:
         ValueError: no range has such a name.
     """
-    ranges = trace[trace.kind.isin(("annotation", "host_op", "python"))]
+    ranges = trace.query("kind in ('annotation', 'host_op', 'python')")
     found = ranges[ranges.name.astype(str).str.contains(text, regex=False)]
     if found.empty:
-        named = ranges.name[ranges.kind == "annotation"]
-        known = list(named.unique()[:20])
+        known = [*ranges.name[ranges.kind == "annotation"].unique()[:20]]
         raise ValueError(f"text: expected part of a range's name, such as {known}, got {text!r}")
     first = found.iloc[0]
     inside = trace.query("track == @first.track and start_us >= @first.start_us")
     inside = inside.query("start_us + dur_us <= @first.start_us + @first.dur_us")
-    launched = trace.query(
-        "kind in @DEVICE_KINDS and correlation >= 0 and correlation in @inside.correlation"
-    )
+    launched = trace.query("kind in @DEVICE_KINDS and correlation >= 0")
+    launched = launched.query("correlation in @inside.correlation")
     cut = pd.concat([inside, launched]).sort_index()
     return cut.assign(start_us=cut.start_us - first.start_us)
 
@@ -209,8 +212,8 @@ def findings(trace: pd.DataFrame, bursts: pd.DataFrame, device: str = "") -> lis
 def _grouped_already(work: pd.DataFrame) -> list[str]:
     told = []
     names = work.name.astype(str)
-    alone = names.str.contains(FOREACH_KERNEL) & work.foreach_us.isna()
-    n_fused = (alone | names.str.contains("small_copy|fused_copy")).sum()
+    one_kernel = names.str.contains("small_copy|fused_copy")
+    n_fused = (one_kernel | (work.fused & work.foreach_us.isna())).sum()
     if n_fused:
         told.append(f"{n_fused} kernels copy several tensors each: those are grouped already")
     calls = work.groupby("foreach_start_us").agg(
@@ -237,11 +240,14 @@ def _released(device: pd.DataFrame) -> pd.Series:
 
 def _calls(copies: pd.DataFrame, trace: pd.DataFrame) -> pd.DataFrame:
     """The host calls behind these copies by correlation, with the operators around them (see OF_CALL)."""
-    calls = trace[(trace.kind == "runtime") & (trace.correlation != -1)]
-    calls = calls[calls.correlation.isin(copies.correlation)].drop_duplicates("correlation")
-    ops = trace[trace.kind.isin(("host_op", "annotation")) & trace.track.isin(set(calls.track))]
+    calls = trace.query("kind == 'runtime' and correlation >= 0 and correlation in @copies.correlation")
+    calls = calls.drop_duplicates("correlation")
+    ops = trace.query("kind in ('host_op', 'annotation') and track in @calls.track")
     host = pd.concat([ops, calls]).astype(dict.fromkeys(("name", "kind", "track", "inputs"), object))
-    host = host.eval("end_us = start_us + dur_us\nis_call = kind == 'runtime'")
+    host = host.eval("""
+        end_us = start_us + dur_us
+        is_call = kind == 'runtime'
+    """)
     # at equal starts operators before calls, and the longer first
     order = ["track", "start_us", "is_call", "dur_us"]
     host = host.sort_values(order, ascending=[True, True, True, False], kind="stable")
@@ -250,14 +256,15 @@ def _calls(copies: pd.DataFrame, trace: pd.DataFrame) -> pd.DataFrame:
     for row in host.itertuples():
         while stack and (stack[-1].track != row.track or stack[-1].end_us < row.start_us):
             stack.pop()
-        if not row.is_call:
+        if row.is_call:
+            inner = {op.name: op.Index for op in stack}
+            around[row.Index] = [stack[-1].Index if stack else -1, inner.get(FOREACH, -1)]
+        else:
             stack.append(row)
-            continue
-        names = {op.name: op.Index for op in stack}
-        around[row.Index] = [stack[-1].Index if stack else -1, names.get(FOREACH, -1)]
-    of_call = pd.DataFrame.from_dict(around, "index", columns=["of_op", "of_foreach"])
-    calls = host[host.is_call].add_prefix("call_").join(of_call)
-    calls = calls.join(host.add_prefix("op_"), on="of_op").join(host.add_prefix("foreach_"), on="of_foreach")
+    around = pd.DataFrame.from_dict(around, "index", columns=["of_op", "of_foreach"])
+    calls = host[host.is_call].add_prefix("call_").join(around)
+    calls = calls.join(host.add_prefix("op_"), on="of_op")
+    calls = calls.join(host.add_prefix("foreach_"), on="of_foreach")
     calls.columns = calls.columns.str.replace("_name|_dur", "", regex=True)
     calls["op_us"] = calls.op_us.where(calls.op_kind == "host_op")
     return calls.set_index("call_correlation")[OF_CALL]

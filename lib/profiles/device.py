@@ -7,9 +7,8 @@ it then takes a floor plus its bytes at a rate. No more is modelled: no caches, 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -18,13 +17,14 @@ import numpy as np
 import pandas as pd
 
 from lib.profiles.bursts import burst_copies, find_copy_bursts
-from lib.profiles.traces import DEVICE_KINDS, FOREACH_KERNEL
+from lib.profiles.traces import DEVICE_KINDS
 
 DEVICES = Path(__file__).resolve().parents[2] / "data" / "devices"
 # Every figure of a profile, in us or GB/s (1e9 payload bytes a second), after those that it rests on: what it
 # is; of which device events (`where`) it is which value, and the percentiles for low, value and high; and
 # what is assumed where a trace does not tell it: a base (a figure, or a number) times factor, low and high.
 FIGURES = pd.read_csv(DEVICES / "figures.csv", index_col="figure", keep_default_na=False).to_dict("index")
+FITTED = {figure: row for figure, row in FIGURES.items() if row["where"]}  # the others no trace at hand tells
 PERCENTILES = (0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 1)
 ENDS = {"fast": ("low", "high"), "slow": ("high", "low")}  # of a time, and of a rate
 
@@ -91,8 +91,8 @@ class DeviceProfile:
         return f"modelled · {about} · {checked}{assumed}"
 
     def save(self, path: str | Path) -> None:
-        text = json.dumps(asdict(self), indent=1, allow_nan=False)
-        Path(path).write_text(text + "\n", encoding="utf-8")
+        text = msgspec.json.format(msgspec.json.encode(self), indent=1)
+        Path(path).write_bytes(text + b"\n")
 
     @staticmethod
     def available() -> list[str]:
@@ -135,7 +135,7 @@ def fit_profile(
     name: str = "fitted",
     source: str = "",
     date: str = "",
-    without: pd.Index | None = None,
+    without: Sequence[int] = (),
 ) -> DeviceProfile:
     """Read a profile out of one trace, or several of alike machines; what they do not tell is assumed.
 
@@ -148,15 +148,12 @@ def fit_profile(
         ValueError: no device-to-device memcpy of known size.
     """
     traces = [traces] if isinstance(traces, pd.DataFrame) else traces
-    sources = [trace.attrs["source"] for trace in traces]
-    about = traces[0].attrs
+    source = source or ", ".join(trace.attrs["source"] for trace in traces)
     device = pd.concat([_device_side(trace, without) for trace in traces], ignore_index=True)
     if device.query("kind == 'memcpy'").bytes.isna().all():
-        raise ValueError(f"{sources[0]}: no device-to-device memcpy of known size to fit a profile from")
+        raise ValueError(f"{source}: no device-to-device memcpy of known size to fit a profile from")
     found = {}
-    for figure, row in FIGURES.items():
-        if not row["where"]:
-            continue
+    for figure, row in FITTED.items():
         names = {name: known.value for name, known in _assumed(found).items()}  # as @name
         some = device.query(row["where"], local_dict=names, engine="python")
         values = some.eval(row["value"], local_dict=names, engine="python").dropna()
@@ -164,34 +161,31 @@ def fit_profile(
             ends = values.describe(PERCENTILES)[row["percentiles"].split()]
             what = f"fitted: {row['value']} where {row['where']}, n={len(values)}"
             found[figure] = Figure.of(*ends, what)
-    source = source or ", ".join(sources)
     if (device.start_us % 1 == 0).all():
         source += "; times in whole us"
-    profile = DeviceProfile(name, about["device"], source, date, _assumed(found))
-    if without is not None:
+    profile = DeviceProfile(name, traces[0].attrs["device"], source, date, _assumed(found))
+    if len(without):
         return profile
     checked = pd.concat([validate(trace) for trace in traces]).dropna()
     error = checked.error.abs().groupby(checked.regime).median().round(4)
     return replace(profile, error=error.to_dict())
 
 
-def _device_side(trace: pd.DataFrame, without: pd.Index | None) -> pd.DataFrame:
+def _device_side(trace: pd.DataFrame, without: Sequence[int]) -> pd.DataFrame:
     """Device events, one row each, with what `where` and `value` of FIGURES name beside their columns.
 
     alone: the first work of a call that is in no foreach call. own: neither of a graph nor after a wait for
     another stream. after_copy: the one before on the stream was a memcpy, as this one is. op_before_us: when
-    that one's operator ended. fused: a foreach kernel. smallest: the bytes of the smallest memcpy.
+    that one's operator ended. smallest: the bytes of the smallest memcpy.
     """
     device = burst_copies(trace, min_copies=1, kinds=DEVICE_KINDS)
     device = device.astype({"name": str, "call": str, "op": str, "foreach_inputs": str})
-    device["fused"] = device.name.str.contains(FOREACH_KERNEL)
-    device["hidden"] = device.index.isin([] if without is None else without)
+    device["hidden"] = device.index.isin(without)
     before = device.groupby("track").shift()  # noqa: F841, named below
     device["foreach_tensors"] = device.foreach_inputs.str.extract(r"^(\d+) ", expand=False).astype(float)
     device["smallest"] = device.query("kind == 'memcpy'").bytes.min()
     # a hidden event tells nothing, nor does its end of the event after it
     device = device.eval("""
-        call_end_us = call_start_us + call_us
         ready_us = ready_us.mask(@before.hidden == True)
         after_copy = kind == 'memcpy' and @before.kind == 'memcpy'
         op_before_us = @before.op_start_us + @before.op_us
@@ -218,10 +212,9 @@ def validate(trace: pd.DataFrame, min_copies: int = 4) -> pd.DataFrame:
     copies = burst_copies(trace, min_copies, kinds=("memcpy",))
     device = burst_copies(trace, min_copies=1, kinds=DEVICE_KINDS)
     device = device.sort_values(["track", "start_us"], kind="stable")
-    table = bursts[["regime", "n_copies", "span_us"]].assign(half="later", predicted_us=np.nan)
-    table.loc[: len(bursts) // 2 - 1, "half"] = "earlier"
-    for half in table.half.unique():
-        held_out = copies[copies.burst.map(table.half) == half]
+    table = bursts[["regime", "n_copies", "span_us"]].assign(predicted_us=np.nan)
+    table["half"] = np.where(bursts.index < len(bursts) // 2, "earlier", "later")
+    for _, held_out in copies.groupby(copies.burst.map(table.half)):
         try:
             profile = fit_profile(trace, without=held_out.index)
         except ValueError:  # no other memcpy in the trace

@@ -70,13 +70,6 @@ def simulate(
     )
 
 
-def both_regimes(
-    work: Sequence[Launch], profile: DeviceProfile, graph_us: GraphTimes = None
-) -> dict[str, pd.DataFrame]:
-    """The same launches where the GPU waits for the host, on an idle machine, and where the host is ahead."""
-    return {regime: simulate(work, profile, graph_us, regime == AHEAD) for regime in (WAITS, AHEAD)}
-
-
 def device_us(launch: Launch, profile: DeviceProfile, graph_us: GraphTimes = None) -> float:
     """How long the work of a launch runs."""
     kind = KINDS[launch.kind]
@@ -85,7 +78,7 @@ def device_us(launch: Launch, profile: DeviceProfile, graph_us: GraphTimes = Non
     length = graph_us
     if isinstance(graph_us, Mapping):
         length = graph_us.get(launch.reason)
-    if length is None or not 0 <= length < np.inf:
+    if length is None:
         raise ValueError(f"graph_us: expected how long graph {launch.reason!r} runs, in us, got {graph_us}")
     return length
 
@@ -105,8 +98,7 @@ def _host_costs(work: Sequence[Launch], number: int, profile: DeviceProfile) -> 
 
 def host_us(work: Sequence[Launch], profile: DeviceProfile) -> float:
     """How long the host takes to issue launches."""
-    costs = (_host_costs(work, number, profile) for number in range(len(work)))
-    return sum(between + op_us for between, op_us in costs)
+    return sum(sum(_host_costs(work, number, profile)) for number in range(len(work)))
 
 
 def queued_us(work: Sequence[Launch], profile: DeviceProfile) -> float:

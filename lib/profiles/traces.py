@@ -31,7 +31,7 @@ from collections.abc import Iterator
 from decimal import Decimal
 from itertools import count
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -122,16 +122,15 @@ LARGEST_UNPACKED = 2 << 30  # bytes of text that a gzip file may hold
 SPAN = 2**42  # us: 50 days, in which a double still tells nanoseconds apart
 
 NONE = msgspec.Raw(b"null")
-Number = Annotated[int, msgspec.Meta(ge=-1, le=2**63 - 1)]  # -1 where it is absent
 
 
 class _Args(msgspec.Struct, gc=False):
     track: str = ""  # this and the next are written by to_chrome_trace
     inputs: str = ""
-    device: Number = -1
-    stream: Number = -1
-    correlation: Number = -1
-    bytes: Number = -1
+    device: int = -1
+    stream: int = -1
+    correlation: int = -1
+    bytes: int = -1
     dims: msgspec.Raw = msgspec.field(name="Input Dims", default=NONE)
     types: msgspec.Raw = msgspec.field(name="Input type", default=NONE)
 
@@ -165,7 +164,7 @@ NO_EVENT = _Event("X", "of no readable type")
 # Few labels stand for many events: what is text, or the same for a whole stream.
 LABEL = ("category", "name", "process", "thread", "track", "inputs", "device", "stream")
 NUMBERS = {"label": int, "start_ns": np.int64, "dur_us": float, "correlation": np.int64, "bytes": float}
-LABEL_TEXTS = ("name", "process", "track", "inputs")
+LABEL_TEXTS = ("kind", "name", "process", "track", "inputs")
 _decode = msgspec.json.Decoder(_Event, strict=False).decode
 
 
@@ -345,8 +344,7 @@ def _table(path: Path, rows: Iterator[tuple], document: _Document, python: bool)
     unread = events.label.map(labels.category[~is_read]).value_counts()
     told = {f"events of category {category!r} left out": n for category, n in unread.items()}
     labels = _placed(labels[is_read].copy())
-    types = dict.fromkeys(LABEL_TEXTS, TEXT) | {"kind": COLUMN_TYPES["kind"]}
-    events = events.join(labels.astype(types), on="label", how="inner")
+    events = events.join(labels.astype(dict.fromkeys(LABEL_TEXTS, TEXT)), on="label", how="inner")
     apart = (events.start_ns - events.start_ns.median()).abs()
     fits = (apart < 1000 * SPAN) & events.dur_us.between(0, SPAN) & (events.track != "")
     told["events without a usable time, duration, thread or stream left out"] = (~fits).sum()
@@ -406,7 +404,7 @@ def _placed(labels: pd.DataFrame) -> pd.DataFrame:
 
 def _leave_unclear(events: pd.DataFrame) -> int:
     """Take from events the correlations that calls of several processes share; how many events."""
-    events.loc[events.correlation == 0, "correlation"] = -1
+    events.loc[events.correlation <= 0, "correlation"] = -1
     calls = events[(events.kind == "runtime") & (events.correlation != -1)]
     calls = calls.drop_duplicates(["correlation", "process"])
     unclear = events.correlation.isin(calls.correlation[calls.duplicated("correlation")])
