@@ -47,24 +47,18 @@ RULES = {  # of several that hold the last one counts
 def burst_copies(trace: pd.DataFrame, min_copies: int = 4, kinds: Sequence[str] = COPIES) -> pd.DataFrame:
     """The copies of every burst, one row each, with the host call that launched it.
 
-    A burst is a run of at least `min_copies` events of `kinds` in a row on one stream, ordered by start, with
-    no other device event between them on that stream.
+    A burst is a run of at least `min_copies` events of `kinds` (of DEVICE_KINDS) on one stream, in the order
+    of their starts, with no other device event between them on that stream.
 
     Returns:
-        the trace's columns and index (of a copy kernel bytes and inputs are those of its aten::copy_), and:
-        burst (0, 1, ... by first start), end_us, ready_us (when the stream had finished all before; NaN for
-        its first event), released_us (when other work of the GPU ended, last before the event and at least
+        the trace's columns and index (of a copy kernel the bytes are those of its aten::copy_), and: burst
+        (0, 1, ... by first start), end_us, ready_us (when the stream had finished all before; NaN for its
+        first event), released_us (when other work of the GPU ended, last before the event and at least
         SHORTEST_WAIT_US after ready_us; else NaN), leads (whether it is the first work of its call), fused (a
         foreach kernel), and OF_CALL: of the runtime call (NaN where it was not recorded), of the innermost
         operator or annotation around it (op_us is NaN for an annotation, which holds more than the copy) and
         of a `_foreach_copy_` around that.
-
-    Raises:
-        ValueError: a kind that is none of DEVICE_KINDS.
     """
-    unknown = sorted(set(kinds) - set(DEVICE_KINDS))
-    if unknown:
-        raise ValueError(f"kinds: expected some of {DEVICE_KINDS}, got {unknown}")
     device = trace[trace.kind.isin(DEVICE_KINDS)].drop(columns="inputs")
     device = device.sort_values(["track", "start_us"], kind="stable")
     device = device.astype({"track": object, "kind": object}).eval("""
@@ -89,12 +83,10 @@ def burst_copies(trace: pd.DataFrame, min_copies: int = 4, kinds: Sequence[str] 
 def find_copy_bursts(trace: pd.DataFrame, min_copies: int = 4, kinds: Sequence[str] = COPIES) -> pd.DataFrame:
     """Bursts of device copies (see `burst_copies`), one row each, in order of start.
 
-    With kinds=("memcpy",) copies are device-to-device memcpys only. The idle time is that of the stream:
-    another stream of the device may have been at work.
-
     Returns:
         track, n_copies, bytes (of the copies whose size is known; NaN for none), start_us, span_us (first
-        start to last end), busy_us (in which the stream copied), idle_us (in which not), blocked_us (thereof:
+        start to last end), busy_us (in which the stream copied), idle_us (in which not; another stream may
+        have been at work), blocked_us (thereof:
         waiting for another stream), waited_us (thereof: before copies whose call had not returned when the
         stream ran dry), n_calls (copies whose call was recorded), host_us (summed runtime calls),
         host_span_us (start of the first call to the end of the last), op_us (summed operators around them),
@@ -136,15 +128,8 @@ def find_copy_bursts(trace: pd.DataFrame, min_copies: int = 4, kinds: Sequence[s
 def of_range(trace: pd.DataFrame, text: str) -> pd.DataFrame:
     """One step out of a trace: a named range of a host thread, and the work that was launched within.
 
-    Args:
-        text: what the name of the range (an annotation, an operator, a Python function) holds, such as
-            "step[DECODE"; the first such range is taken.
-
-    Returns:
-        the events, times from the start of the range on.
-
-    Raises:
-        ValueError: no range has such a name.
+    It is the first annotation, operator or Python function whose name holds `text`, such as "step[DECODE".
+    Times count from its start on.
     """
     ranges = trace.query("kind in ('annotation', 'host_op', 'python')")
     found = ranges[ranges.name.astype(str).str.contains(text, regex=False)]

@@ -101,12 +101,7 @@ class DeviceProfile:
 
     @classmethod
     def load(cls, name: str | Path) -> DeviceProfile:
-        """A profile of data/devices/ by name, or any by path. A figure that it lacks is assumed.
-
-        Raises:
-            ValueError: there is none, a figure is not 0 <= low <= value <= high, or a field is not what the
-                class says.
-        """
+        """A profile of data/devices/ by name, or any by path. A figure that it lacks is assumed."""
         path = Path(name)
         if str(name) in cls.available():
             path = DEVICES / f"{name}.json"
@@ -140,8 +135,7 @@ def fit_profile(
     """Read a profile out of one trace, or several of alike machines; what they do not tell is assumed.
 
     Args:
-        source: where the trace came from; the file's name by default.
-        date: when it was recorded.
+        source, date: of the recording; the file's name by default.
         without: index of device events that the fit must not look at; leaves `error` empty. For `validate`.
 
     Raises:

@@ -11,7 +11,7 @@ from lib.copies import DEFAULT_DMA_BYTES
 from lib.kinds import KINDS, Launch
 from lib.launches import foreach_limits, tables
 from lib.profiles.device import DeviceProfile
-from lib.profiles.traces import COLUMNS, event_table
+from lib.profiles.traces import COLUMN_TYPES, event_table
 
 WAITS, AHEAD = "the GPU waits for the host", "the host is ahead"
 GraphTimes = float | Mapping[str, float] | None
@@ -33,9 +33,6 @@ def simulate(
 
     Returns:
         a table as of `load_trace`, evidence "modelled", times from the first call on.
-
-    Raises:
-        ValueError: a graph replay without its time.
     """
     rows = []
     host = 0.0
@@ -60,11 +57,10 @@ def simulate(
         rows.append((name or kind.work, kind.event, *on_stream, start, duration, launch.bytes, number + 1))
         host = returned
     return event_table(
-        pd.DataFrame(rows, columns=COLUMNS),
+        pd.DataFrame(rows, columns=[*COLUMN_TYPES]),
         source=profile.name,
         device=profile.device,
         evidence="modelled",
-        rocm=False,
         left_out=[],
         label=profile.label(),
     )

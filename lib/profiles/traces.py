@@ -56,7 +56,6 @@ COLUMN_TYPES = {
     **dict.fromkeys(("start_us", "dur_us", "bytes"), np.float64),
     "correlation": np.int64,
 }
-COLUMNS = tuple(COLUMN_TYPES)
 
 # Categories in lower case, with the spellings of earlier years, and the kinds that to_chrome_trace writes.
 CATEGORIES = dict(zip(KINDS, KINDS)) | {
@@ -153,7 +152,6 @@ class _Gpu(msgspec.Struct):
 class _Document(msgspec.Struct):
     traceEvents: list[msgspec.Raw]
     deviceProperties: list[_Gpu] = []
-    roctracer_version: Any = None
     evidence: str = "recorded"  # this and the next are written by to_chrome_trace
     left_out: list[str] = []
 
@@ -171,19 +169,16 @@ _decode = msgspec.json.Decoder(_Event, strict=False).decode
 def load_trace(path: str | os.PathLike, python: bool = False) -> pd.DataFrame:
     """Read a profiler trace into the table described at the top of this module.
 
-    Complete events (`ph` "X") are read; flow, instant, counter and metadata events are no spans. One that
-    cannot be read or placed (a field of another type, no usable time or duration, no stream or thread, a
-    category not in CATEGORIES) is left out, and `attrs["left_out"]` says how many.
-
-    JSON takes about three times the memory of its text. A gzip file may hold 2 GiB of it.
+    Complete events (`ph` "X") are read. One that cannot be read or placed (a field of another type, no usable
+    time or duration, no stream or thread, a category not in CATEGORIES) is left out, and `attrs["left_out"]`
+    says how many. A gzip file may hold 2 GiB of text.
 
     Args:
         python: read the frames of Python functions, too (`with_stack=True`).
 
     Raises:
         OSError: no such file.
-        ValueError: with the file and what is wrong: a folder, damaged, of no format that is read, not a
-            single event that could be read.
+        ValueError: a folder, damaged, of no format that is read, no event that could be read.
     """
     path = Path(path)
     advice = ADVICE.get("folder" if path.is_dir() else path.suffix)
@@ -217,8 +212,8 @@ def from_profiler(prof: Any) -> pd.DataFrame:
 
 
 def event_table(events: pd.DataFrame, **attrs: object) -> pd.DataFrame:
-    """Events with the columns of COLUMNS as a table with their types, sorted by start."""
-    table = events[list(COLUMNS)].astype(COLUMN_TYPES)
+    """Events with the columns of COLUMN_TYPES as a table with their types, sorted by start."""
+    table = events[[*COLUMN_TYPES]].astype(COLUMN_TYPES)
     table = table.sort_values("start_us", kind="stable", ignore_index=True)
     table.attrs = attrs
     return table
@@ -228,8 +223,8 @@ def to_chrome_trace(table: pd.DataFrame, path: str | os.PathLike) -> None:
     """Write a table as Chrome JSON, for Perfetto or for `load_trace`; gzip where the name ends in .gz.
 
     Raises:
-        ValueError: a time is not finite, or `path` is the file that the table was read from; it is then as
-            it was before.
+        ValueError: a time is not finite, or `path` is the file that the table was read from. Nothing is
+            written then.
     """
     path = Path(path)
     if path.resolve() == table.attrs.get("path"):
@@ -355,14 +350,13 @@ def _table(path: Path, rows: Iterator[tuple], document: _Document, python: bool)
     events["bytes"] = events.bytes.where(events.bytes >= 0)
     why = "events not joined: several processes have a host call with their correlation"
     told[why] = _leave_unclear(events)
-    is_hip = labels.name[labels.kind == "runtime"].str.startswith("hip").any().item()
     table = event_table(
         events,
         source=path.name,
         path=path.resolve(),
         device=", ".join(sorted({gpu.name for gpu in document.deviceProperties})),
         evidence=document.evidence,
-        rocm=bool(document.roctracer_version) or is_hip,
+        rocm=labels.name[labels.kind == "runtime"].str.startswith("hip").any().item(),
     )
     told |= _oddities(table)
     sentences = [f"{n} {what}" for what, n in told.items() if n]
