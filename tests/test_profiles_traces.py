@@ -18,7 +18,6 @@ from lib.profiles import (
     from_profiler,
     load_trace,
     to_chrome_trace,
-    traces,
 )
 from tests.traces_of import (
     COPY_KERNEL,
@@ -39,30 +38,22 @@ from tests.traces_of import (
 # ------------------------------------------------------------------ formats
 
 
-@pytest.mark.parametrize("bare", [False, True], ids=["object", "list"])
-@pytest.mark.parametrize("name", ["t.json", "t.json.gz", "renamed.bin"])
+@pytest.mark.parametrize("name", ["object.json", "object.json.gz", "bare.list"])
 @pytest.mark.parametrize(
-    ("spelling", "whole"),
-    [
-        (("cpu_op", "cuda_runtime", "gpu_memcpy"), True),
-        (("Operator", "Runtime", "Memcpy"), False),
-        (("cpu_op", "cuda_driver", "memcpy"), False),
-    ],
+    "spelling", [("cpu_op", "cuda_runtime", "gpu_memcpy"), ("Operator", "cuda_driver", "Memcpy")]
 )
-def test_every_spelling_of_kineto(tmp_path, bare, name, whole, spelling):
-    events = copies(spelling=spelling, whole=whole)
+def test_every_spelling_of_kineto(tmp_path, name, spelling):
+    events = copies(spelling=spelling)
     gpu = {"id": 0, "name": "Tesla V100-SXM2-32GB"}
-    document = events if bare else {"deviceProperties": [gpu], "traceEvents": events, "displayTimeUnit": "ms"}
-    table = load_trace(write(tmp_path / name, document))
+    document = {"deviceProperties": [gpu], "traceEvents": events, "displayTimeUnit": "ms"}
+    table = load_trace(write(tmp_path / name, events if name == "bare.list" else document))
     assert table["kind"].value_counts()[["host_op", "runtime", "memcpy"]].tolist() == [5, 5, 5]
     assert set(table["track"]) == {"host 1", "stream 7"}
     assert table["start_us"].min() == 0 and table["start_us"].is_monotonic_increasing
-    assert table.attrs["resolution_us"] == (1.0 if whole else 0.001)
     assert table.attrs["left_out"] == []
-    assert table.attrs["device"] == ("" if bare else gpu["name"])
+    assert table.attrs["device"] == ("" if name == "bare.list" else gpu["name"])
     (burst,) = find_copy_bursts(table).itertuples()
     assert (burst.n_copies, burst.bytes, burst.span_us, burst.busy_us) == (5, 5 * 512, 42.0, 10.0)
-    assert burst.idle_share == pytest.approx(1 - 10 / 42)
     assert (burst.host_us, burst.op_us, burst.host_span_us) == (10.0, 20.0, 42.0)
     assert (burst.call, burst.op, burst.regime) == ("cudaMemcpyAsync", "aten::copy_", "host-bound")
 
@@ -71,16 +62,6 @@ def test_nanoseconds_since_1970_are_kept(tmp_path):
     text = '[{"ph":"X","cat":"cpu_op","name":"a","pid":1,"tid":1,"ts":1712195495519689.%s,"dur":0.5}%s'
     table = load_trace(write(tmp_path / "t.json", text % ("001", ",") + (text % ("126", "]"))[1:]))
     assert table["start_us"].tolist() == [0.0, 0.125]
-
-
-def test_the_events_are_those_that_json_means(tmp_path):
-    """Not the first text that looks like them, nor the first of two lists."""
-    events = copies(40)
-    events[3]["name"] = 'odd "},{" name \\ "traceEvents": ['
-    events[4]["args"]["stack"] = [{"traceEvents": []}, {"b": [{}, {"c": "}, {"}]}]
-    other = json.dumps({"first": {"traceEvents": copies(2)}, "traceEvents": copies(3)})
-    text = f'{other[:-1]}, "traceEvents": {json.dumps(events)}, "tail": [{{}}, {json.dumps(copies(9))}]}}'
-    assert len(load_trace(write(tmp_path / "t.json", text))) == 120
 
 
 KERNELS = {
@@ -120,15 +101,17 @@ def test_several_gpus_and_processes(tmp_path):
     table = table_of(tmp_path, events)
     streams = {"gpu 0 stream 7", "gpu 1 stream 7"}
     assert set(table["track"]) == {"host 100 of 10", "host 100 of 20", *streams}
-    assert "3 events not joined: several host calls have their correlation" in table.attrs["left_out"]
+    assert (
+        "3 events not joined: several processes have a host call with their correlation"
+        in table.attrs["left_out"]
+    )
     joined = burst_copies(table, min_copies=1)
     assert joined["call"].fillna("").tolist() == ["cudaMemcpyAsync", "cudaMemcpyAsync", ""]
 
 
 def test_rocm_warns_that_a_copy_may_come_from_the_host(tmp_path):
     hip = table_of(tmp_path, [call(1, 0, name="hipMemcpyAsync"), memcpy(1, 5)])
-    tracer = write(tmp_path / "r.json", {"roctracer_version": 4.1, "traceEvents": [memcpy(1, 5)]})
-    for table in (hip, load_trace(tracer), recorded("vllm_decode_mi300x")):
+    for table in (hip, recorded("vllm_decode_mi300x")):
         assert "DtoD copies, some of which may come from pinned host memory" in table.attrs["left_out"][-1]
     assert recorded("v100_ddp_training").attrs["rocm"] is False
 
@@ -165,20 +148,6 @@ def test_overlaps_and_impossible_durations_are_told(tmp_path):
 # ------------------------------------------------------------------ nsys
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_nsys_with_the_least_tables(tmp_path, packed):
-    path = nsys(tmp_path / "r.sqlite")
-    if packed:
-        path.with_suffix(".gz").write_bytes(gzip.compress(path.read_bytes()))
-        path = path.with_suffix(".gz")
-    table = load_trace(path)
-    assert table["kind"].value_counts()[["runtime", "memcpy"]].tolist() == [4, 4]
-    assert set(table["track"]) == {"host 5", "stream 7"} and table.attrs["device"] == "NVIDIA H200"
-    (burst,) = find_copy_bursts(table).itertuples()
-    assert (burst.n_copies, burst.bytes, burst.call) == (4, 1024, "cudaMemcpyAsync")
-    assert burst.span_us == pytest.approx(3.2) and burst.busy_us == pytest.approx(0.8)
-
-
 EVERY_TABLE = f"""
 CREATE TABLE CUPTI_ACTIVITY_KIND_KERNEL (start INT, end INT, deviceId INT, streamId INT,
     correlationId INT, globalPid INT, shortName INT, demangledName INT);
@@ -194,7 +163,6 @@ INSERT INTO NVTX_EVENTS VALUES (0, 4000, NULL, 'copy inputs', NULL, {77 << 24 | 
     (0, 9, 3, NULL, 5, {77 << 24 | 5}), (1, NULL, NULL, 'a mark', NULL, {77 << 24 | 5}),
     (20, 900, NULL, 'aten::copy_, seq = 45395, op_id = 990883', NULL, {77 << 24 | 5}),
     (950, 999, NULL, 'aten::view, op_id = 7', NULL, {77 << 24 | 5});
-CREATE TABLE CUPTI_ACTIVITY_KIND_KERNEL_V2 (start INT);
 CREATE TABLE TARGET_INFO_SYSTEM_ENV (name TEXT, value TEXT);
 CREATE VIEW CUPTI_ACTIVITY_KIND_ENDLESS AS WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n)
     SELECT x AS start FROM n;
@@ -202,10 +170,14 @@ CREATE VIEW CUPTI_ACTIVITY_KIND_ENDLESS AS WITH RECURSIVE n(x) AS (SELECT 1 UNIO
 
 
 def test_nsys_with_every_table_and_two_processes(tmp_path):
-    table = load_trace(nsys(tmp_path / "r.sqlite", (77, 78), EVERY_TABLE))
+    path = nsys(tmp_path / "r.sqlite", (77, 78), EVERY_TABLE)
+    packed = tmp_path / "r.sqlite.gz"
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    table = load_trace(path)
+    pd.testing.assert_frame_equal(load_trace(packed), table)
+    assert table.attrs["device"] == "NVIDIA H200"
     assert set(table["track"]) >= {"host 5 of 77", "host 5 of 78", "stream 7 of 77", "stream 7 of 78"}
     assert table.attrs["left_out"] == [
-        "table CUPTI_ACTIVITY_KIND_KERNEL_V2 left out: of a version that is not known here",
         "the file holds the recorder's environment, secrets included: mind who gets it",
     ]
     kinds = dict(zip(table["name"], table["kind"]))
@@ -300,18 +272,17 @@ def test_nothing_half_written(tmp_path):
 
 LATE = json.dumps(copies()).replace("4458676456000.125", "1e999990")
 BAD_FILES = {
-    "empty": (lambda p: p.write_bytes(b""), "expected a JSON list"),
+    "empty": (lambda p: p.write_bytes(b""), "empty file"),
     "truncated gzip": (lambda p: p.write_bytes(gzip.compress(bytes(9999))[:-9]), "end-of-stream marker"),
     "damaged gzip": (lambda p: p.write_bytes(b"\x1f\x8b\x08\x00" + bytes(30)), "invalid stored block"),
-    "no JSON": (lambda p: p.write_text("hello"), "expected a JSON list"),
     "cut short": (lambda p: p.write_text(json.dumps(copies())[:-30]), "truncated"),
     "not JSON at a place": (lambda p: p.write_text('{"traceEvents": [1, 2, }'), "byte 23"),
-    "nested deep": (lambda p: p.write_text('{"traceEvents": ' + "[" * 100_000), "recursion"),
     "not the trace's list": (lambda p: p.write_text('{"a": {"traceEvents": []}}'), "expected a JSON list"),
     "rocprofv3": (lambda p: p.write_text('{"rocprofiler-sdk-tool": []}'), "rocprofv3"),
     "no spans": (lambda p: p.write_text('[{"ph": "M", "name": "process_name"}]'), "no complete event"),
+    "a folder": (lambda p: p.mkdir(), "is a folder: give a file"),
     "no readable event": (lambda p: p.write_text('[{"ph": "X", "cat": "cpu_op"}, 7]'), "no event could"),
-    "a time without end": (lambda p: p.write_text(LATE), "ts: expected decimal numbers"),
+    "a time without end": (lambda p: p.write_text(LATE), "too large"),
     "a database": (lambda p: sqlite3.connect(p).execute("CREATE TABLE rocpd (b)").close(), "rocpd"),
     "a damaged database": (lambda p: p.write_bytes(b"SQLite format 3\0" + b"x" * 4096), "not a database"),
     "an nsys file of another schema": (
@@ -350,14 +321,6 @@ def test_what_cannot_be_placed_is_left_out_and_counted(tmp_path):
     ]
     expected = load_trace(write(tmp_path / "good.json", good))
     pd.testing.assert_frame_equal(table, expected, check_categorical=False)
-
-
-def test_a_gzip_that_unpacks_without_end_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(traces, "LARGEST_UNPACKED", 1 << 22)
-    path = tmp_path / "t.json.gz"
-    path.write_bytes(gzip.compress(b"[" + b" " * (1 << 24)))
-    with pytest.raises(ValueError, match="unpacks to more than"):
-        load_trace(path)
 
 
 JSON_VALUES = st.recursive(
@@ -403,7 +366,6 @@ def test_any_json_gives_a_table_or_a_value_error(tmp_path_factory, events, about
 
 @pytest.mark.parametrize("name", ["sglang_decode_b300_qwen3_30b", "nsys_h100_2gpu"])
 def test_damaged_copies_of_a_real_file(tmp_path, name):
-    """60 of them; 3,000 of each of three files were tried by hand."""
     (path,) = TRACES.glob(f"{name}.*")
     whole = bytearray(gzip.decompress(path.read_bytes())[: 1 << 20])
     random = np.random.default_rng(1)

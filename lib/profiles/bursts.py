@@ -132,9 +132,10 @@ def of_range(trace: pd.DataFrame, text: str) -> pd.DataFrame:
     Times count from its start on.
     """
     ranges = trace.query("kind in ('annotation', 'host_op', 'python')")
-    found = ranges[ranges.name.astype(str).str.contains(text, regex=False)]
+    names = ranges.name.astype(str)
+    found = ranges[names.str.contains(text, regex=False)]
     if found.empty:
-        known = [*ranges.name[ranges.kind == "annotation"].unique()[:20]]
+        known = [*names[ranges.kind == "annotation"].unique()[:20]]
         raise ValueError(f"text: expected part of a range's name, such as {known}, got {text!r}")
     first = found.iloc[0]
     inside = trace.query("track == @first.track and start_us >= @first.start_us")
@@ -172,9 +173,9 @@ def findings(trace: pd.DataFrame, bursts: pd.DataFrame, device: str = "") -> lis
     """
     work = burst_copies(trace, 1, DEVICE_KINDS)
     told = []
-    for regime, some in bursts.groupby("regime"):
-        counts = " to ".join(map(str, sorted({some.n_copies.min(), some.n_copies.max()})))
-        told.append(f"{regime}: {len(some)} of {len(bursts)} bursts, of {counts} copies: {REGIMES[regime]}")
+    for regime, counts in bursts.groupby("regime").n_copies:
+        ends = " to ".join(map(str, sorted({counts.min(), counts.max()})))
+        told.append(f"{regime}: {len(counts)} of {len(bursts)} bursts, of {ends} copies: {REGIMES[regime]}")
     copies = work.query("kind in @COPIES and leads")
     lead_us = copies.eval("start_us - call_start_us - call_us").median()
     if lead_us > 0:
@@ -182,9 +183,10 @@ def findings(trace: pd.DataFrame, bursts: pd.DataFrame, device: str = "") -> lis
     told += _grouped_already(work)
     uploads = work[work.kind == "memcpy_htod"]
     if len(uploads):
-        small = (uploads.bytes <= 65_536).sum()
-        pinned = uploads.name.astype(str).str.contains("Pinned").sum()
-        sizes = f"{small} of at most 64 KiB, median {uploads.bytes.median():,.0f} bytes, {pinned} pinned"
+        n_small = (uploads.bytes <= 65_536).sum()
+        median = uploads.bytes.median()
+        n_pinned = uploads.name.astype(str).str.contains("Pinned").sum()
+        sizes = f"{n_small} of at most 64 KiB, median {median:,.0f} bytes, {n_pinned} pinned"
         told.append(f"{len(uploads)} copies come from the host: {sizes}; small ones can share one upload")
     own = trace.attrs["device"]
     if device and own and device != own:
@@ -197,8 +199,7 @@ def findings(trace: pd.DataFrame, bursts: pd.DataFrame, device: str = "") -> lis
 def _grouped_already(work: pd.DataFrame) -> list[str]:
     told = []
     names = work.name.astype(str)
-    one_kernel = names.str.contains("small_copy|fused_copy")
-    n_fused = (one_kernel | (work.fused & work.foreach_us.isna())).sum()
+    n_fused = names.str.contains("small_copy|fused_copy").sum() + (work.fused & work.foreach_us.isna()).sum()
     if n_fused:
         told.append(f"{n_fused} kernels copy several tensors each: those are grouped already")
     calls = work.groupby("foreach_start_us").agg(

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -58,7 +57,7 @@ class DeviceProfile:
     source: str
     date: str
     figures: dict[str, Figure]
-    error: dict[str, Annotated[float, msgspec.Meta(ge=0)]] | None = None
+    error: dict[str, float] | None = None
 
     def __post_init__(self) -> None:
         for name, figure in self.figures.items():
@@ -84,11 +83,12 @@ class DeviceProfile:
 
     def label(self) -> str:
         """What a plot or table of modelled numbers has to say about them."""
+        device, date = self.device or "unknown device", self.date or "unknown date"
         errors = [f"{regime} {error:.1%}" for regime, error in (self.error or {}).items()]
-        about = f"{self.device or 'unknown device'}, profile {self.name} of {self.date or 'unknown date'}"
-        checked = f"median span error of single copies {', '.join(errors) or 'unknown'}"
+        checked = ", ".join(errors) or "unknown"
         assumed = " · foreach figures assumed" if "host_foreach_us" in self.unknown else ""
-        return f"modelled · {about} · {checked}{assumed}"
+        about = f"modelled · {device}, profile {self.name} of {date}"
+        return f"{about} · median span error of single copies {checked}{assumed}"
 
     def save(self, path: str | Path) -> None:
         text = msgspec.json.format(msgspec.json.encode(self), indent=1)
@@ -102,14 +102,14 @@ class DeviceProfile:
     @classmethod
     def load(cls, name: str | Path) -> DeviceProfile:
         """A profile of data/devices/ by name, or any by path. A figure that it lacks is assumed."""
-        path = Path(name)
-        if str(name) in cls.available():
-            path = DEVICES / f"{name}.json"
+        path = DEVICES / f"{name}.json"
+        if not path.is_file():
+            path = Path(name)
         if not path.is_file():
             raise ValueError(f"device profile {name}: expected one of {cls.available()}, or a file")
         try:
             profile = msgspec.json.decode(path.read_bytes(), type=cls)
-        except (msgspec.DecodeError, RecursionError) as error:
+        except msgspec.DecodeError as error:
             raise ValueError(f"{path}: not a device profile: {error}") from error
         return replace(profile, figures=_assumed(profile.figures))
 
@@ -149,14 +149,13 @@ def fit_profile(
     found = {}
     for figure, row in FITTED.items():
         names = {name: known.value for name, known in _assumed(found).items()}  # as @name
-        some = device.query(row["where"], local_dict=names, engine="python")
-        values = some.eval(row["value"], local_dict=names, engine="python").dropna()
+        where, value = row["where"], row["value"]
+        some = device.query(where, local_dict=names, engine="python")
+        values = some.eval(value, local_dict=names, engine="python").dropna()
         if len(values):
-            ends = values.describe(PERCENTILES)[row["percentiles"].split()]
-            what = f"fitted: {row['value']} where {row['where']}, n={len(values)}"
-            found[figure] = Figure.of(*ends, what)
-    if (device.start_us % 1 == 0).all():
-        source += "; times in whole us"
+            ends = values.describe(PERCENTILES)
+            ends = ends[row["percentiles"].split()]
+            found[figure] = Figure.of(*ends, f"fitted: {value} where {where}, n={len(values)}")
     profile = DeviceProfile(name, traces[0].attrs["device"], source, date, _assumed(found))
     if len(without):
         return profile
@@ -176,7 +175,8 @@ def _device_side(trace: pd.DataFrame, without: Sequence[int]) -> pd.DataFrame:
     device = device.astype({"name": str, "call": str, "op": str, "foreach_inputs": str})
     device["hidden"] = device.index.isin(without)
     before = device.groupby("track").shift()  # noqa: F841, named below
-    device["foreach_tensors"] = device.foreach_inputs.str.extract(r"^(\d+) ", expand=False).astype(float)
+    tensors = device.foreach_inputs.str.extract(r"^(\d+) ", expand=False)
+    device["foreach_tensors"] = tensors.astype(float)
     device["smallest"] = device.query("kind == 'memcpy'").bytes.min()
     # a hidden event tells nothing, nor does its end of the event after it
     device = device.eval("""
@@ -213,8 +213,10 @@ def validate(trace: pd.DataFrame, min_copies: int = 4) -> pd.DataFrame:
             profile = fit_profile(trace, without=held_out.index)
         except ValueError:  # no other memcpy in the trace
             continue
-        played = _play(device, held_out.index, profile).loc[held_out.index].groupby(held_out.burst)
-        table["predicted_us"] = table.predicted_us.fillna(played.end_us.max() - played.begin_us.first())
+        played = _play(device, held_out.index, profile).loc[held_out.index]
+        bursts = played.groupby(held_out.burst)
+        spans_us = bursts.end_us.max() - bursts.begin_us.first()
+        table["predicted_us"] = table.predicted_us.fillna(spans_us)
     return table.eval("error = predicted_us / span_us.where(span_us > 0) - 1")
 
 
@@ -225,14 +227,14 @@ def _play(device: pd.DataFrame, modelled: pd.Index, profile: DeviceProfile) -> p
     and gaps before i, it becomes begin[i] = done[i] + max over j <= i of (call[j] + latency - done[j]).
     """
     first = ~device.duplicated("track")  # where the recording begins
-    names = {name: figure.value for name, figure in profile.figures.items()}
-    names |= {"first": first, "hidden": device.index.isin(modelled), "later": np.fmax}
+    device = device.assign(first=first, hidden=device.index.isin(modelled))
+    names = {name: figure.value for name, figure in profile.figures.items()} | {"later": np.fmax}
     return device.eval(
         """
         model_us = @memcpy_floor_us + bytes.fillna(0) / (@memcpy_gb_per_s * 1e3)
-        length_us = dur_us.mask(@hidden, model_us)
+        length_us = dur_us.mask(hidden, model_us)
         launched = @later(call_start_us + @launch_latency_us, released_us).fillna(-1e300)
-        earliest = launched.mask(@first, start_us)
+        earliest = launched.mask(first, start_us)
         done = (length_us + @gap_us).groupby(track).cumsum() - length_us - @gap_us
         begin_us = done + (earliest - done).groupby(track).cummax()
         end_us = begin_us + length_us

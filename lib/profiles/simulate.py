@@ -13,6 +13,7 @@ from lib.launches import foreach_limits, tables
 from lib.profiles.device import DeviceProfile
 from lib.profiles.traces import COLUMN_TYPES, event_table
 
+HOST, STREAM = ("host 0", "", -1, 0), ("stream 7", "", 7, -1)  # track, inputs, stream, thread
 WAITS, AHEAD = "the GPU waits for the host", "the host is ahead"
 GraphTimes = float | Mapping[str, float] | None
 
@@ -37,9 +38,9 @@ def simulate(
     rows = []
     host = 0.0
     stream = host_us(work, profile) if ahead else -np.inf
-    for number, launch in enumerate(work):
+    for number, launch in enumerate(work, 1):
         kind = KINDS[launch.kind]
-        between, op_us = _host_costs(work, number, profile)
+        between, op_us = _host_costs(work, number - 1, profile)
         host += between
         returned = host + op_us
         call = returned - profile[kind.call]  # an operator makes its runtime call last
@@ -49,12 +50,10 @@ def simulate(
         if not ahead and (launch.kind == "dtoh" or launch.reason.startswith("pageable")):
             returned = max(returned, stream)
         name = launch.reason if launch.kind == "graph" else kind.work
-        on_host = ("host 0", "", -1, 0)
-        on_stream = ("stream 7", "", 7, -1)
         if kind.op:
-            rows.append((kind.op, "host_op", *on_host, host, returned - host, np.nan, -1))
-        rows.append((kind.runtime, "runtime", *on_host, call, returned - call, np.nan, number + 1))
-        rows.append((name or kind.work, kind.event, *on_stream, start, duration, launch.bytes, number + 1))
+            rows.append((kind.op, "host_op", *HOST, host, returned - host, np.nan, -1))
+        rows.append((kind.runtime, "runtime", *HOST, call, returned - call, np.nan, number))
+        rows.append((name or kind.work, kind.event, *STREAM, start, duration, launch.bytes, number))
         host = returned
     return event_table(
         pd.DataFrame(rows, columns=[*COLUMN_TYPES]),
@@ -116,6 +115,8 @@ SAVING = """
     saved_us = @smaller(host_bound_us.where(regime == 'host-bound', device_us), most_us)
 """
 RESULT = """
+    saved_low_us = @smaller(saved_us, @smaller(saved_fast_us, saved_slow_us))
+    saved_high_us = @larger(saved_us, @larger(saved_fast_us, saved_slow_us))
     launches = n_copies - n_small + n_grouped
     grouped_us = span_us - saved_us
     grouped_low_us = span_us - saved_high_us
@@ -124,16 +125,6 @@ RESULT = """
     ahead_us = queued_small_us - queued_grouped_us
 """
 PARTS = ["today", "small", "grouped"]  # of a burst's launches
-COLUMNS_KEPT = [
-    "n_copies",
-    "regime",
-    "launches",
-    "span_us",
-    "grouped_us",
-    "grouped_low_us",
-    "grouped_high_us",
-]
-COLUMNS_KEPT += ["saved_us", "saved_low_us", "saved_high_us", "waiting_us", "ahead_us"]
 
 
 def what_if_grouped(bursts: pd.DataFrame, profile: DeviceProfile, groups: int = 3) -> pd.DataFrame:
@@ -150,27 +141,26 @@ def what_if_grouped(bursts: pd.DataFrame, profile: DeviceProfile, groups: int = 
     launches that go took on the device.
 
     Returns:
-        one row a burst: n_copies, regime, launches (afterwards), span_us, grouped_us, saved_us, and the range
-        of both: figures at their fast and slow ends, and on the modelled part the error in that regime. A
-        negative saving means that grouping costs time. waiting_us and ahead_us: the saving, all modelled, if
-        the GPU waited for the host, and if the host were ahead.
+        one row a burst: the columns of `bursts`, launches (afterwards), grouped_us, saved_us, and the range
+        of both (grouped_low_us, ...): figures at their fast and slow ends, and on the modelled part the error
+        in that regime. A negative saving means that grouping costs time. waiting_us and ahead_us: the saving,
+        all modelled, if the GPU waited for the host, and if the host were ahead.
     """
     if groups < 1:
         raise ValueError(f"groups: expected at least 1, got {groups}")
     errors = profile.error or {}
-    error = bursts.regime.map(errors).astype(float)
-    error = error.fillna(max(errors.values(), default=0.0))
+    worst = max(errors.values(), default=0.0)
+    error = bursts.regime.map(errors).astype(float).fillna(worst)
     dealt = pd.DataFrame([_dealt(sizes, groups) for sizes in bursts.sizes], bursts.index, PARTS)
     terms = bursts.assign(n_small=dealt.small.str.len(), n_grouped=dealt.grouped.str.len())
     terms = terms.assign(floor_us=profile["memcpy_floor_us"], **_times(dealt, profile))
-    saved = {}
-    for sign, figures in ((0, profile), (-1, profile.at("fast")), (1, profile.at("slow"))):
-        off, grouped = (1 + sign * error).clip(0), _times(dealt[["grouped"]], figures)
-        case = terms.assign(off=off, all_between=float(sign < 0), **grouped)
-        saved[sign] = case.eval(SAVING, local_dict={"larger": np.fmax, "smaller": np.fmin}).saved_us
-    ends = pd.DataFrame(saved, bursts.index)
-    terms = terms.assign(saved_us=ends[0], saved_low_us=ends.min(axis=1), saved_high_us=ends.max(axis=1))
-    table = terms.eval(RESULT)[COLUMNS_KEPT]
+    names = {"larger": np.fmax, "smaller": np.fmin}
+    terms = terms.assign(off=1.0, all_between=0.0).eval(SAVING, local_dict=names)
+    for end, off in {"fast": (1 - error).clip(0), "slow": 1 + error}.items():
+        grouped = _times(dealt[["grouped"]], profile.at(end))
+        case = terms.assign(off=off, all_between=float(end == "fast"), **grouped)
+        terms[f"saved_{end}_us"] = case.eval(SAVING, local_dict=names).saved_us
+    table = terms.eval(RESULT, local_dict=names)
     table.attrs = {"evidence": "modelled", "label": profile.label(), "groups": groups}
     return table
 

@@ -283,20 +283,19 @@ def _event(text: msgspec.Raw) -> _Event:
     except UNREADABLE:
         return NO_EVENT
     if event.args.dims is not NONE and event.name in (COPY, FOREACH):
-        with contextlib.suppress(*UNREADABLE, LookupError):
+        with contextlib.suppress(*UNREADABLE, LookupError, TypeError):
             _add_shapes(event.name, event.args)
     return event
 
 
 def _add_shapes(name: str, args: _Args) -> None:
     """What a copying operator writes, as far as its recorded arguments tell."""
+    first, *_ = msgspec.json.decode(args.dims, type=list[list])
     if name == FOREACH:  # of lists no dtype is recorded
-        lists = msgspec.json.decode(args.dims, type=list[list])
-        args.inputs = f"{len(lists[0])} tensors"
+        args.inputs = f"{len(first)} tensors"
         return
-    shape = msgspec.json.decode(args.dims, type=list[list[int]])[0]
     to, of, *_ = msgspec.json.decode(args.types, type=list[str])
-    args.bytes = math.prod(shape) * WIDTHS[to]
+    args.bytes = math.prod(map(int, first)) * WIDTHS[to]
     args.inputs = f"{to} <- {of}"
 
 
@@ -341,7 +340,8 @@ def _table(path: Path, rows: Iterator[tuple], document: _Document, python: bool)
     labels = _placed(labels[is_read].copy())
     events = events.join(labels.astype(dict.fromkeys(LABEL_TEXTS, TEXT)), on="label", how="inner")
     apart = (events.start_ns - events.start_ns.median()).abs()
-    fits = (apart < 1000 * SPAN) & events.dur_us.between(0, SPAN) & (events.track != "")
+    somewhere = (events.stream != -1) | (events.thread != -1)
+    fits = (apart < 1000 * SPAN) & events.dur_us.between(0, SPAN) & somewhere
     told["events without a usable time, duration, thread or stream left out"] = (~fits).sum()
     events = events[fits].copy()
     if events.empty:
@@ -374,10 +374,7 @@ def _kind(category: str, name: str) -> str | None:
 
 
 def _placed(labels: pd.DataFrame) -> pd.DataFrame:
-    """With the tracks of threads and streams, named after device and process where there are several.
-
-    "" where there is neither thread nor stream. What to_chrome_trace wrote has its track.
-    """
+    """With the tracks of threads and streams, named after device and process where there are several."""
     on_device = labels.kind.isin(DEVICE_KINDS)
     labels["name"] = labels.name.str.replace(NVTX_OPERATOR, r"\1", regex=True)
     threads = pd.to_numeric(labels.thread, errors="coerce")
@@ -386,20 +383,19 @@ def _placed(labels: pd.DataFrame) -> pd.DataFrame:
     # of device work Kineto names no process, but the device again
     process = labels.process.mask(on_device & (labels.process == labels.device), "").astype(str)
     stream = "stream " + labels.stream.astype(str)
-    if labels.device[on_device].nunique() > 1:
+    if labels.device[labels.stream != -1].nunique() > 1:
         stream = "gpu " + labels.device.astype(str) + " " + stream
     track = stream.where(on_device, "host " + labels.thread.astype(str))
     if process[process != ""].nunique() > 1:
         track = track.mask(process != "", track + " of " + process)
-    is_placed = (labels.stream != -1) | (labels.thread != -1)
-    track = track.where(is_placed, "").mask(labels.track != "", labels.track)
+    track = track.mask(labels.track != "", labels.track)
     return labels.assign(process=process, track=track)
 
 
 def _leave_unclear(events: pd.DataFrame) -> int:
     """Take from events the correlations that calls of several processes share; how many events."""
     events.loc[events.correlation <= 0, "correlation"] = -1
-    calls = events[(events.kind == "runtime") & (events.correlation != -1)]
+    calls = events.query("kind == 'runtime' and correlation >= 0")
     calls = calls.drop_duplicates(["correlation", "process"])
     unclear = events.correlation.isin(calls.correlation[calls.duplicated("correlation")])
     events.loc[unclear, "correlation"] = -1
@@ -412,7 +408,7 @@ def _oddities(table: pd.DataFrame) -> dict[str, int]:
     room_us = device.groupby("track", observed=True).start_us.shift(-1) - device.start_us
     late = device.dur_us > room_us + 1000
     table.loc[late.index[late], "dur_us"] = room_us[late]
-    overlap = ~late & (device.dur_us > room_us + 2)  # by more than the rounding to whole us explains
+    overlap = ~late & (device.dur_us > room_us + 2)  # more than the rounding to whole us explains
     return {
         "device events end 1 ms and more after the next on their stream began: cut there, as faults of the "
         "recorder": late.sum(),
