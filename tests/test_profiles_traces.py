@@ -101,10 +101,7 @@ def test_several_gpus_and_processes(tmp_path):
     table = table_of(tmp_path, events)
     streams = {"gpu 0 stream 7", "gpu 1 stream 7"}
     assert set(table["track"]) == {"host 100 of 10", "host 100 of 20", *streams}
-    assert (
-        "3 events not joined: several processes have a host call with their correlation"
-        in table.attrs["left_out"]
-    )
+    assert "3 events not joined: several processes" in table.attrs["left_out"][0]
     joined = burst_copies(table, min_copies=1)
     assert joined["call"].fillna("").tolist() == ["cudaMemcpyAsync", "cudaMemcpyAsync", ""]
 

@@ -83,7 +83,7 @@ def test_names_meant_to_harm_stay_text(read, tmp_path):
     ("name", "said"),
     [
         ("none.json", "No such file"),
-        ("folder", "Is a directory"),
+        ("folder", "is a folder: give a file"),
         ("my.nsys-rep", "export it"),
         ("bad.json", "JSON"),
     ],

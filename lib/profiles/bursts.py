@@ -204,7 +204,10 @@ def _grouped_already(work: pd.DataFrame) -> list[str]:
         told.append(f"{n_fused} kernels copy several tensors each: those are grouped already")
     calls = work.groupby("foreach_start_us").agg(
         route=("op", lambda ops: "fused" if (ops == FOREACH).all() else "on the slow route"),
-        dtypes=("op_inputs", lambda inputs: ", ".join(sorted(set(inputs.dropna())))),
+        dtypes=(
+            "op_inputs",
+            lambda inputs: ", ".join(sorted({text for text in inputs if "<-" in str(text)})),
+        ),
         host_us=("foreach_us", "first"),
     )
     for (route, dtypes), some in calls.groupby(["route", "dtypes"]):
