@@ -189,7 +189,7 @@ def test_a_bad_profile_is_refused(tmp_path, why):
 
 
 def test_fit_recovers_the_profile_behind_a_modelled_trace():
-    truth = replace(DeviceProfile.load("v100"), error=None)
+    truth = replace(DeviceProfile.load("v100"), error={})
     host_bound = [Launch("memcpy", 1, size, "") for size in (8, 1024, 2048, 512) * 5]
     queued = [*memcpys(1, 2**27), *[Launch("memcpy", 1, size, "") for size in (512, 2**20, 2**22) * 10]]
     found = fit_profile(simulate(host_bound + queued + [GRAPH], truth, graph_us=9))

@@ -23,7 +23,6 @@ from tests.traces_of import (
     COPY_KERNEL,
     DTOD,
     FOREACH_KERNEL,
-    TRACES,
     call,
     copies,
     device,
@@ -276,11 +275,11 @@ BAD_FILES = {
     "not JSON at a place": (lambda p: p.write_text('{"traceEvents": [1, 2, }'), "byte 23"),
     "not the trace's list": (lambda p: p.write_text('{"a": {"traceEvents": []}}'), "expected a JSON list"),
     "rocprofv3": (lambda p: p.write_text('{"rocprofiler-sdk-tool": []}'), "rocprofv3"),
-    "no spans": (lambda p: p.write_text('[{"ph": "M", "name": "process_name"}]'), "no complete event"),
+    "no spans": (lambda p: p.write_text('[{"ph": "M", "name": "process_name"}]'), "no event that lasts"),
     "a folder": (lambda p: p.mkdir(), "is a folder: give a file"),
     "no readable event": (lambda p: p.write_text('[{"ph": "X", "cat": "cpu_op"}, 7]'), "no event could"),
     "a time without end": (lambda p: p.write_text(LATE), "too large"),
-    "a database": (lambda p: sqlite3.connect(p).execute("CREATE TABLE rocpd (b)").close(), "rocpd"),
+    "a database": (lambda p: sqlite3.connect(p).execute("CREATE TABLE rocpd (b)").close(), "rocprofv3"),
     "a damaged database": (lambda p: p.write_bytes(b"SQLite format 3\0" + b"x" * 4096), "not a database"),
     "an nsys file of another schema": (
         lambda p: nsys(p, script="DROP TABLE CUPTI_ACTIVITY_KIND_RUNTIME;"
@@ -359,22 +358,6 @@ def test_any_json_gives_a_table_or_a_value_error(tmp_path_factory, events, about
     assert (table["dur_us"] >= 0).all() and not (table["bytes"] < 0).any()
     assert set(table["kind"]) <= {*DEVICE_KINDS, "host_op", "runtime", "annotation"}
     find_copy_bursts(table, min_copies=1)
-
-
-@pytest.mark.parametrize("name", ["sglang_decode_b300_qwen3_30b", "nsys_h100_2gpu"])
-def test_damaged_copies_of_a_real_file(tmp_path, name):
-    (path,) = TRACES.glob(f"{name}.*")
-    whole = bytearray(gzip.decompress(path.read_bytes())[: 1 << 20])
-    random = np.random.default_rng(1)
-    for _ in range(30):
-        damaged = whole.copy()
-        for place in random.integers(0, len(damaged), 3):
-            damaged[place] = random.integers(0, 256)
-        (tmp_path / "t.json").write_bytes(damaged[: random.integers(len(damaged) // 2, len(damaged))])
-        try:
-            assert len(load_trace(tmp_path / "t.json"))
-        except ValueError as error:
-            assert "t.json" in str(error)
 
 
 # ------------------------------------------------------------------ the real traces

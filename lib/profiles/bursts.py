@@ -111,7 +111,9 @@ def find_copy_bursts(trace: pd.DataFrame, min_copies: int = 4, kinds: Sequence[s
         op_us = op_us.mask(op_again)
     """)
     groups = copies.groupby("burst")
-    bursts = groups.agg(OF_BURST).assign(n_copies=groups.size(), bytes=groups.bytes.sum(min_count=1))
+    bursts = groups.agg(OF_BURST)
+    bursts["n_copies"] = groups.size()
+    bursts["bytes"] = groups.bytes.sum(min_count=1)
     bursts = bursts.eval("""
         span_us = end_us - start_us
         busy_us = span_us - idle_us
@@ -150,7 +152,8 @@ def between(trace: pd.DataFrame, start_us: float, end_us: float) -> pd.DataFrame
     """What runs in a span of time, cut to it, times from its start on."""
     ends = (trace.start_us + trace.dur_us).clip(upper=end_us)
     starts = trace.start_us.clip(lower=start_us)
-    return trace.assign(start_us=starts - start_us, dur_us=ends - starts)[ends >= starts]
+    trace = trace.assign(start_us=starts - start_us, dur_us=ends - starts)
+    return trace[ends >= starts]
 
 
 def lanes(trace: pd.DataFrame) -> dict[str, pd.DataFrame]:
@@ -175,7 +178,8 @@ def findings(trace: pd.DataFrame, bursts: pd.DataFrame, device: str = "") -> lis
     told = []
     for regime, counts in bursts.groupby("regime").n_copies:
         ends = " to ".join(map(str, sorted({counts.min(), counts.max()})))
-        told.append(f"{regime}: {len(counts)} of {len(bursts)} bursts, of {ends} copies: {REGIMES[regime]}")
+        many = f"{len(counts)} of {len(bursts)} bursts"
+        told.append(f"{regime}: {many}, of {ends} copies: {REGIMES[regime]}")
     copies = work.query("kind in @COPIES and leads")
     lead_us = copies.eval("start_us - call_start_us - call_us").median()
     if lead_us > 0:
@@ -199,7 +203,9 @@ def findings(trace: pd.DataFrame, bursts: pd.DataFrame, device: str = "") -> lis
 def _grouped_already(work: pd.DataFrame) -> list[str]:
     told = []
     names = work.name.astype(str)
-    n_fused = names.str.contains("small_copy|fused_copy").sum() + (work.fused & work.foreach_us.isna()).sum()
+    one_kernel = names.str.contains("small_copy|fused_copy")
+    alone = work.fused & work.foreach_us.isna()
+    n_fused = (one_kernel | alone).sum()
     if n_fused:
         told.append(f"{n_fused} kernels copy several tensors each: those are grouped already")
     calls = work.groupby("foreach_start_us").agg(
@@ -223,7 +229,8 @@ def _released(device: pd.DataFrame) -> pd.Series:
     last = pd.Series(np.nan, device.index)
     for _, events in device.groupby(gpu):
         ends = np.append(-np.inf, np.sort(events.end_us))
-        last[events.index] = ends[np.searchsorted(ends, events.start_us, "right") - 1]
+        n_ended = np.searchsorted(ends, events.start_us, "right")
+        last[events.index] = ends[n_ended - 1]
     return last.where(last - device.ready_us >= SHORTEST_WAIT_US)
 
 
@@ -232,11 +239,15 @@ def _calls(copies: pd.DataFrame, trace: pd.DataFrame) -> pd.DataFrame:
     calls = trace.query("kind == 'runtime' and correlation >= 0 and correlation in @copies.correlation")
     calls = calls.drop_duplicates("correlation")
     ops = trace.query("kind in ('host_op', 'annotation') and track in @calls.track")
-    host = pd.concat([ops, calls]).astype(dict.fromkeys(("name", "kind", "track", "inputs"), object))
-    host = host.eval("""
+    texts = dict.fromkeys(("name", "kind", "track", "inputs"), object)
+    host = (
+        pd.concat([ops, calls])
+        .astype(texts)
+        .eval("""
         end_us = start_us + dur_us
         is_call = kind == 'runtime'
     """)
+    )
     # at equal starts operators before calls, and the longer first
     order = ["track", "start_us", "is_call", "dur_us"]
     host = host.sort_values(order, ascending=[True, True, True, False], kind="stable")
@@ -247,7 +258,8 @@ def _calls(copies: pd.DataFrame, trace: pd.DataFrame) -> pd.DataFrame:
             stack.pop()
         if row.is_call:
             inner = {op.name: op.Index for op in stack}
-            around[row.Index] = [stack[-1].Index if stack else -1, inner.get(FOREACH, -1)]
+            op = stack[-1].Index if stack else -1
+            around[row.Index] = [op, inner.get(FOREACH, -1)]
         else:
             stack.append(row)
     around = pd.DataFrame.from_dict(around, "index", columns=["of_op", "of_foreach"])

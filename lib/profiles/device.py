@@ -8,7 +8,7 @@ it then takes a floor plus its bytes at a rate. No more is modelled: no caches, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -22,8 +22,9 @@ DEVICES = Path(__file__).resolve().parents[2] / "data" / "devices"
 # Every figure of a profile, in us or GB/s (1e9 payload bytes a second), after those that it rests on: what it
 # is; of which device events (`where`) it is which value, and the percentiles for low, value and high; and
 # what is assumed where a trace does not tell it: a base (a figure, or a number) times factor, low and high.
-FIGURES = pd.read_csv(DEVICES / "figures.csv", index_col="figure", keep_default_na=False).to_dict("index")
-FITTED = {figure: row for figure, row in FIGURES.items() if row["where"]}  # the others no trace at hand tells
+_TABLE = pd.read_csv(DEVICES / "figures.csv", index_col="figure", keep_default_na=False)
+FIGURES = _TABLE.to_dict("index")
+FITTED = _TABLE[_TABLE["where"] != ""].to_dict("index")  # the others no trace at hand tells
 PERCENTILES = (0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 1)
 ENDS = {"fast": ("low", "high"), "slow": ("high", "low")}  # of a time, and of a rate
 
@@ -39,7 +40,9 @@ class Figure:
 
     @classmethod
     def of(cls, low: float, value: float, high: float, source: str) -> Figure:
-        low, value, high = (float(f"{number:.4g}") for number in (low, value, high))
+        """Of four digits; a value outside its range widens it."""
+        numbers = [f"{number:.4g}" for number in (low, value, high)]
+        low, value, high = map(float, numbers)
         return cls(value, min(low, value), max(high, value), source)
 
 
@@ -57,7 +60,7 @@ class DeviceProfile:
     source: str
     date: str
     figures: dict[str, Figure]
-    error: dict[str, float] | None = None
+    error: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, figure in self.figures.items():
@@ -71,24 +74,29 @@ class DeviceProfile:
     @property
     def unknown(self) -> tuple[str, ...]:
         """The figures that the trace could not tell, each of which is an assumption with its range."""
-        return tuple(name for name, figure in self.figures.items() if figure.source.startswith("assumed"))
+        figures = self.figures.items()
+        return tuple(name for name, figure in figures if figure.source.startswith("assumed"))
 
     def at(self, end: str) -> DeviceProfile:
         """At one of ENDS of every figure but the runtime calls inside operators."""
         figures = dict(self.figures)
         for name in figures.keys() - {"host_memcpy_us", "host_launch_us"}:
-            field = ENDS[end][name.endswith("gb_per_s")]
-            figures[name] = replace(figures[name], value=getattr(figures[name], field))
+            figure = figures[name]
+            end_of_range = ENDS[end][name.endswith("gb_per_s")]
+            figures[name] = replace(figure, value=getattr(figure, end_of_range))
         return replace(self, figures=figures)
 
     def label(self) -> str:
         """What a plot or table of modelled numbers has to say about them."""
-        device, date = self.device or "unknown device", self.date or "unknown date"
-        errors = [f"{regime} {error:.1%}" for regime, error in (self.error or {}).items()]
+        device = self.device or "unknown device"
+        date = self.date or "unknown date"
+        errors = [f"{regime} {error:.1%}" for regime, error in self.error.items()]
         checked = ", ".join(errors) or "unknown"
-        assumed = " · foreach figures assumed" if "host_foreach_us" in self.unknown else ""
-        about = f"modelled · {device}, profile {self.name} of {date}"
-        return f"{about} · median span error of single copies {checked}{assumed}"
+        line = f"modelled · {device}, profile {self.name} of {date}"
+        line += f" · median span error of single copies {checked}"
+        if "host_foreach_us" in self.unknown:
+            line += " · foreach figures assumed"
+        return line
 
     def save(self, path: str | Path) -> None:
         text = msgspec.json.format(msgspec.json.encode(self), indent=1)
@@ -118,10 +126,12 @@ def _assumed(found: dict[str, Figure]) -> dict[str, Figure]:
     """Every figure of FIGURES: as found, or else as assumed."""
     figures = {}
     for name, row in FIGURES.items():
-        base = figures[row["base"]].value if row["base"] in figures else float(row["base"])
-        ends = [base * row[end] for end in ("low", "factor", "high")]
-        source = f"assumed: {row['factor']:g} times {row['base']}; {row['why']}"
-        figures[name] = found.get(name) or Figure.of(*ends, source)
+        base = row["base"]
+        times = figures[base].value if base in figures else float(base)
+        ends = [times * row[end] for end in ("low", "factor", "high")]
+        source = f"assumed: {row['factor']:g} times {base}; {row['why']}"
+        assumed = Figure.of(*ends, source)
+        figures[name] = found.get(name, assumed)
     return figures
 
 
@@ -142,21 +152,26 @@ def fit_profile(
         ValueError: no device-to-device memcpy of known size.
     """
     traces = [traces] if isinstance(traces, pd.DataFrame) else traces
-    source = source or ", ".join(trace.attrs["source"] for trace in traces)
+    sources = [trace.attrs["source"] for trace in traces]
+    source = source or ", ".join(sources)
     device = pd.concat([_device_side(trace, without) for trace in traces], ignore_index=True)
     if device.query("kind == 'memcpy'").bytes.isna().all():
         raise ValueError(f"{source}: no device-to-device memcpy of known size to fit a profile from")
     found = {}
-    for figure, row in FITTED.items():
-        names = {name: known.value for name, known in _assumed(found).items()}  # as @name
-        where, value = row["where"], row["value"]
+    for fitted, row in FITTED.items():
+        known = _assumed(found).items()
+        names = {name: figure.value for name, figure in known}  # as @name
+        where = row["where"]
+        value = row["value"]
         some = device.query(where, local_dict=names, engine="python")
         values = some.eval(value, local_dict=names, engine="python").dropna()
         if len(values):
             ends = values.describe(PERCENTILES)
             ends = ends[row["percentiles"].split()]
-            found[figure] = Figure.of(*ends, f"fitted: {value} where {where}, n={len(values)}")
-    profile = DeviceProfile(name, traces[0].attrs["device"], source, date, _assumed(found))
+            what = f"fitted: {value} where {where}, n={len(values)}"
+            found[fitted] = Figure.of(*ends, what)
+    gpu = traces[0].attrs["device"]
+    profile = DeviceProfile(name, gpu, source, date, _assumed(found))
     if len(without):
         return profile
     checked = pd.concat([validate(trace) for trace in traces]).dropna()
@@ -192,11 +207,10 @@ def _device_side(trace: pd.DataFrame, without: Sequence[int]) -> pd.DataFrame:
 def validate(trace: pd.DataFrame, min_copies: int = 4) -> pd.DataFrame:
     """Predict the span of every burst of memcpys by a profile fitted without it.
 
-    The earlier half of the bursts is predicted by a profile fitted on the rest of the trace, and the later
-    half likewise. Given are the operations, the starts of their host calls and when work of another stream
-    ended that they wait for: the whole stream is played, copies of the half take what the profile says, other
-    work what was recorded. No device time of a predicted burst is used. A trace with fewer than ten bursts of
-    four can be checked with min_copies=1.
+    The earlier half of the bursts is predicted by a fit to the rest of the trace, the later half likewise.
+    Given are the starts of host calls and when work of another stream ended that copies wait for: the whole
+    stream is played, copies of the half take what the profile says, other work what was recorded. No device
+    time of a predicted burst is used.
 
     Returns:
         one row a burst: half, regime, n_copies, span_us, predicted_us, error (signed, relative; NaN where
@@ -207,7 +221,8 @@ def validate(trace: pd.DataFrame, min_copies: int = 4) -> pd.DataFrame:
     device = burst_copies(trace, min_copies=1, kinds=DEVICE_KINDS)
     device = device.sort_values(["track", "start_us"], kind="stable")
     table = bursts[["regime", "n_copies", "span_us"]].assign(predicted_us=np.nan)
-    table["half"] = np.where(bursts.index < len(bursts) // 2, "earlier", "later")
+    is_earlier = bursts.index < len(bursts) // 2
+    table["half"] = np.where(is_earlier, "earlier", "later")
     for _, held_out in copies.groupby(copies.burst.map(table.half)):
         try:
             profile = fit_profile(trace, without=held_out.index)
@@ -228,12 +243,18 @@ def _play(device: pd.DataFrame, modelled: pd.Index, profile: DeviceProfile) -> p
     """
     first = ~device.duplicated("track")  # where the recording begins
     device = device.assign(first=first, hidden=device.index.isin(modelled))
-    names = {name: figure.value for name, figure in profile.figures.items()} | {"later": np.fmax}
+    names = {
+        "floor_us": profile["memcpy_floor_us"],
+        "bytes_per_us": profile["memcpy_gb_per_s"] * 1e3,
+        "latency_us": profile["launch_latency_us"],
+        "gap_us": profile["gap_us"],
+        "later": np.fmax,
+    }
     return device.eval(
         """
-        model_us = @memcpy_floor_us + bytes.fillna(0) / (@memcpy_gb_per_s * 1e3)
+        model_us = @floor_us + bytes.fillna(0) / @bytes_per_us
         length_us = dur_us.mask(hidden, model_us)
-        launched = @later(call_start_us + @launch_latency_us, released_us).fillna(-1e300)
+        launched = @later(call_start_us + @latency_us, released_us).fillna(-1e300)
         earliest = launched.mask(first, start_us)
         done = (length_us + @gap_us).groupby(track).cumsum() - length_us - @gap_us
         begin_us = done + (earliest - done).groupby(track).cummax()

@@ -13,13 +13,15 @@ from lib.launches import foreach_limits, tables
 from lib.profiles.device import DeviceProfile
 from lib.profiles.traces import COLUMN_TYPES, event_table
 
-HOST, STREAM = ("host 0", "", -1, 0), ("stream 7", "", 7, -1)  # track, inputs, stream, thread
+HOST = ("host 0", "", -1, 0)  # track, inputs, stream, thread
+STREAM = ("stream 7", "", 7, -1)
 WAITS, AHEAD = "the GPU waits for the host", "the host is ahead"
+Work = Sequence[Launch]
 GraphTimes = float | Mapping[str, float] | None
 
 
 def simulate(
-    work: Sequence[Launch], profile: DeviceProfile, graph_us: GraphTimes = None, ahead: bool = False
+    work: Work, profile: DeviceProfile, graph_us: GraphTimes = None, ahead: bool = False
 ) -> pd.DataFrame:
     """Play launches on an idle machine: one host thread issues them in turn, one stream runs them in order.
 
@@ -44,16 +46,20 @@ def simulate(
         host += between
         returned = host + op_us
         call = returned - profile[kind.call]  # an operator makes its runtime call last
-        start = max(call + profile["launch_latency_us"], stream + profile["gap_us"])
+        earliest = call + profile["launch_latency_us"]
+        free = stream + profile["gap_us"]
+        start = max(earliest, free)
         duration = device_us(launch, profile, graph_us)
         stream = start + duration
         if not ahead and (launch.kind == "dtoh" or launch.reason.startswith("pageable")):
             returned = max(returned, stream)
-        name = launch.reason if launch.kind == "graph" else kind.work
+        name = kind.work
+        if launch.kind == "graph" and launch.reason:
+            name = launch.reason
         if kind.op:
             rows.append((kind.op, "host_op", *HOST, host, returned - host, np.nan, -1))
         rows.append((kind.runtime, "runtime", *HOST, call, returned - call, np.nan, number))
-        rows.append((name or kind.work, kind.event, *STREAM, start, duration, launch.bytes, number))
+        rows.append((name, kind.event, *STREAM, start, duration, launch.bytes, number))
         host = returned
     return event_table(
         pd.DataFrame(rows, columns=[*COLUMN_TYPES]),
@@ -69,7 +75,8 @@ def device_us(launch: Launch, profile: DeviceProfile, graph_us: GraphTimes = Non
     """How long the work of a launch runs."""
     kind = KINDS[launch.kind]
     if kind.floor:
-        return profile[kind.floor] + launch.bytes / (profile[kind.rate] * 1e3)
+        bytes_per_us = profile[kind.rate] * 1e3
+        return profile[kind.floor] + launch.bytes / bytes_per_us
     length = graph_us
     if isinstance(graph_us, Mapping):
         length = graph_us.get(launch.reason)
@@ -78,25 +85,28 @@ def device_us(launch: Launch, profile: DeviceProfile, graph_us: GraphTimes = Non
     return length
 
 
-def _host_costs(work: Sequence[Launch], number: int, profile: DeviceProfile) -> tuple[float, float]:
+def _host_costs(work: Work, number: int, profile: DeviceProfile) -> tuple[float, float]:
     """What the host takes before a launch's operator, and in it."""
     launch = work[number]
     kind = KINDS[launch.kind]
     is_group = launch.kind == "foreach"
-    tensors_us = is_group * launch.n_copies * profile["host_foreach_tensor_us"]
+    n_tensors = launch.n_copies * is_group
+    tensors_us = n_tensors * profile["host_foreach_tensor_us"]
     of_a_list = is_group or launch.reason.startswith("slow path")
     if number and of_a_list and launch.reason == work[number - 1].reason:  # in the same call
         return 0.0, profile[kind.call if is_group else kind.host] + tensors_us
     between = profile["host_between_us"] if number else 0.0
-    return between, max(profile[kind.host], profile[kind.call]) + tensors_us
+    op_us = max(profile[kind.host], profile[kind.call])
+    return between, op_us + tensors_us
 
 
-def host_us(work: Sequence[Launch], profile: DeviceProfile) -> float:
+def host_us(work: Work, profile: DeviceProfile) -> float:
     """How long the host takes to issue launches."""
-    return sum(sum(_host_costs(work, number, profile)) for number in range(len(work)))
+    costs = [_host_costs(work, number, profile) for number in range(len(work))]
+    return sum(map(sum, costs))
 
 
-def queued_us(work: Sequence[Launch], profile: DeviceProfile) -> float:
+def queued_us(work: Work, profile: DeviceProfile) -> float:
     """How long the device takes for launches that wait in its queue."""
     return sum(device_us(launch, profile) + profile["gap_us"] for launch in work)
 
@@ -124,7 +134,6 @@ RESULT = """
     waiting_us = host_small_us - host_grouped_us
     ahead_us = queued_small_us - queued_grouped_us
 """
-PARTS = ["today", "small", "grouped"]  # of a burst's launches
 
 
 def what_if_grouped(bursts: pd.DataFrame, profile: DeviceProfile, groups: int = 3) -> pd.DataFrame:
@@ -148,15 +157,18 @@ def what_if_grouped(bursts: pd.DataFrame, profile: DeviceProfile, groups: int = 
     """
     if groups < 1:
         raise ValueError(f"groups: expected at least 1, got {groups}")
-    errors = profile.error or {}
-    worst = max(errors.values(), default=0.0)
-    error = bursts.regime.map(errors).astype(float).fillna(worst)
-    dealt = pd.DataFrame([_dealt(sizes, groups) for sizes in bursts.sizes], bursts.index, PARTS)
-    terms = bursts.assign(n_small=dealt.small.str.len(), n_grouped=dealt.grouped.str.len())
-    terms = terms.assign(floor_us=profile["memcpy_floor_us"], **_times(dealt, profile))
+    worst = max(profile.error.values(), default=0.0)
+    error = bursts.regime.map(profile.error).astype(float).fillna(worst)
+    dealt = [_dealt(sizes, groups) for sizes in bursts.sizes]
+    dealt = pd.DataFrame(dealt, bursts.index, ["today", "small", "grouped"])
+    terms = bursts.assign(**_times(dealt, profile))
+    terms["n_small"] = dealt.small.str.len()
+    terms["n_grouped"] = dealt.grouped.str.len()
+    terms["floor_us"] = profile["memcpy_floor_us"]
     names = {"larger": np.fmax, "smaller": np.fmin}
     terms = terms.assign(off=1.0, all_between=0.0).eval(SAVING, local_dict=names)
-    for end, off in {"fast": (1 - error).clip(0), "slow": 1 + error}.items():
+    offs = {"fast": (1 - error).clip(0), "slow": 1 + error}
+    for end, off in offs.items():
         grouped = _times(dealt[["grouped"]], profile.at(end))
         case = terms.assign(off=off, all_between=float(end == "fast"), **grouped)
         terms[f"saved_{end}_us"] = case.eval(SAVING, local_dict=names).saved_us
@@ -174,7 +186,7 @@ def _times(dealt: pd.DataFrame, profile: DeviceProfile) -> dict[str, list[float]
     return times
 
 
-def _dealt(sizes: Sequence[float], groups: int) -> tuple[list[Launch], list[Launch], list[Launch]]:
+def _dealt(sizes: Sequence[float], groups: int) -> tuple[Work, Work, Work]:
     """Launches of copies of these bytes, the small ones thereof, and these dealt out into foreach calls."""
     copies = [Launch("memcpy", 1, int(size), "") for size in sizes]
     small = [copy for copy in copies if copy.bytes < DEFAULT_DMA_BYTES]
@@ -184,6 +196,7 @@ def _dealt(sizes: Sequence[float], groups: int) -> tuple[list[Launch], list[Laun
         if len(group) > 1:
             sizes = [max(copy.bytes, 1) for copy in group]
             chunks = tables(sizes, *foreach_limits())
-            group = [Launch("foreach", len(part), part.total(), f"group {number}") for part in chunks]
+            reason = f"group {number}"
+            group = [Launch("foreach", len(part), part.total(), reason) for part in chunks]
         made += group
     return copies, small, made

@@ -306,8 +306,6 @@ def _nsys_rows(path: Path, text: bytes | mmap.mmap, document: _Document) -> Iter
         if isinstance(text, bytes):
             db.deserialize(text)
         tables = {name for (name,) in db.execute(REAL_TABLES)}
-        if tables.isdisjoint(NSYS_TABLES):
-            raise ValueError(f"none of the tables {[*NSYS_TABLES]} among {sorted(tables)}")
         for table in sorted(tables.intersection(NSYS_TABLES)):
             fields = defaultdict(lambda: "NULL", table_category=NSYS_TABLES[table], table=table)
             for _, column, *_ in db.execute(f"PRAGMA table_info({table})"):
@@ -331,7 +329,7 @@ def _table(path: Path, rows: Iterator[tuple], document: _Document, python: bool)
     numbered = ((numbers[label], *others) for label, *others in rows)
     events = pd.DataFrame(np.fromiter(numbered, [*NUMBERS.items()]))
     if events.empty:
-        raise ValueError("holds no complete event (ph X)")
+        raise ValueError("holds no event that lasts (ph X)")
     labels = pd.DataFrame([*numbers], columns=LABEL)
     labels["kind"] = [*map(_kind, labels.category, labels.name)]
     is_read = labels.kind.notna() & (python | (labels.kind != "python"))
