@@ -86,13 +86,12 @@ def find_copy_bursts(trace: pd.DataFrame, min_copies: int = 4, kinds: Sequence[s
     Returns:
         track, n_copies, bytes (of the copies whose size is known; NaN for none), start_us, span_us (first
         start to last end), busy_us (in which the stream copied), idle_us (in which not; another stream may
-        have been at work), blocked_us (thereof:
-        waiting for another stream), waited_us (thereof: before copies whose call had not returned when the
-        stream ran dry), n_calls (copies whose call was recorded), host_us (summed runtime calls),
-        host_span_us (start of the first call to the end of the last), op_us (summed operators around them),
-        kept_us (foreach kernels and copies of unknown size: what-if leaves them alone), call and op (the most
-        frequent; on the slow route SLOW), regime (see REGIMES), sizes (float array: bytes of the copies that
-        are not kept, in order).
+        have been at work), blocked_us (thereof: waiting for another stream), waited_us (thereof: before
+        copies whose call had not returned when the stream ran dry), n_calls (copies whose call was recorded),
+        host_us (summed runtime calls), host_span_us (start of the first call to the end of the last), op_us
+        (summed operators around them), kept_us (foreach kernels and copies of unknown size: what-if leaves
+        them alone), call and op (the most frequent; on the slow route SLOW), regime (see REGIMES), sizes
+        (float array: bytes of the copies that are not kept, in order).
     """
     copies = burst_copies(trace, min_copies, kinds)
     # a graph launch or a foreach call stands behind several copies, and counts once
