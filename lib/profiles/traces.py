@@ -259,7 +259,7 @@ def _content(path: Path) -> bytes | mmap.mmap:
         text = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     if text[:2] != GZIP:
         return text
-    with gzip.open(path) as stream:
+    with gzip.open(path, "rb") as stream:
         text = stream.read(LARGEST_UNPACKED + 1)
     if len(text) > LARGEST_UNPACKED:
         raise ValueError("unpacks to more than 2 GiB: record fewer steps, or unpack it first")
