@@ -26,7 +26,8 @@ _TABLE = pd.read_csv(DEVICES / "figures.csv", index_col="figure", keep_default_n
 FIGURES = _TABLE.to_dict("index")
 FITTED = _TABLE[_TABLE["where"] != ""].to_dict("index")  # the others no trace at hand tells
 PERCENTILES = (0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 1)
-ENDS = {"fast": ("low", "high"), "slow": ("high", "low")}  # of a time, and of a rate
+# of a time, and of a rate
+ENDS = {"fast": ("low", "high"), "middle": ("value", "value"), "slow": ("high", "low")}
 
 
 @dataclass(frozen=True)
