@@ -207,6 +207,6 @@ def advice(launch: Launch, dst: Tensor, src: Tensor, others: int) -> str:
     if launch.reason.startswith("slow path"):
         return "group by dtype pair and layout"
     if others:
-        return f"one foreach call with {others} others"
+        return f"one foreach call for {others + 1} fields"
     remedies = "; ".join(obstacles(dst, src).values())
     return remedies or "large or alone: only not copying, or one kernel for all dtypes"

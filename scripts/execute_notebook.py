@@ -178,7 +178,7 @@ def collect(notebook: nbformat.NotebookNode) -> dict[str, list]:
         if RESULT_MIME in data:
             results.append(data[RESULT_MIME])
         if output.output_type == "stream" and output.name == "stdout":
-            claims += re.findall(f"^{CLAIM_MARK}(.*)", output.text, re.M)
+            claims += re.findall(f"^(?:{CLAIM_MARK}|(?=no claim: ))(.*)", output.text, re.M)
     return {"figures": list(figures.values()), "results": results, "claims": claims}
 
 

@@ -41,6 +41,13 @@ FOLDED = """{% extends 'lab/index.html.j2' %}
 {%- if "hide-input" in cell.metadata.get("tags", []) -%}
 <details><summary>code</summary>{{ super() }}</details>
 {%- else -%}{{ super() }}{%- endif -%}
+{% endblock %}
+{% block html_head %}
+{{ super() }}
+<style>
+.jp-InputArea-editor .highlight pre { white-space: pre-wrap; }
+.jp-OutputArea-output pre { word-break: normal; overflow-wrap: anywhere; }
+</style>
 {% endblock %}"""
 
 

@@ -182,7 +182,7 @@ def findings(trace: pd.DataFrame, bursts: pd.DataFrame, device: str = "") -> lis
     copies = work.query("kind in @COPIES and leads")
     lead_us = copies.eval("start_us - call_start_us - call_us").median()
     if lead_us > 0:
-        told.append(f"the median of all copies begins {lead_us:,.0f} us after its call returned")
+        told.append(f"the median of all copies begins {lead_us:,.0f} µs after its call returned")
     told += _grouped_already(work)
     uploads = work[work.kind == "memcpy_htod"]
     if len(uploads):
@@ -217,7 +217,7 @@ def _grouped_already(work: pd.DataFrame) -> list[str]:
     )
     for (route, dtypes), some in calls.groupby(["route", "dtypes"]):
         why = f" because dtypes mix ({dtypes})" if ", " in dtypes else ""
-        took = f"{some.host_us.median():.0f} us of host each"
+        took = f"{some.host_us.median():.0f} µs of host each"
         told.append(f"already one foreach call, {route}{why}: {len(some)} times, {took}")
     return told
 

@@ -90,10 +90,10 @@ class DeviceProfile:
     def label(self) -> str:
         """What a plot or table of modelled numbers has to say about them."""
         device = self.device or "unknown device"
-        date = self.date or "unknown date"
+        date = f" of {self.date}" if self.date else ""
         errors = [f"{regime} {error:.1%}" for regime, error in self.error.items()]
         checked = ", ".join(errors) or "unknown"
-        line = f"modelled · {device}, profile {self.name} of {date}"
+        line = f"modelled · {device}, profile {self.name}{date}"
         line += f" · median span error of single copies {checked}"
         if "host_foreach_us" in self.unknown:
             line += " · foreach figures assumed"

@@ -44,6 +44,12 @@ def label(kind: str, on: str) -> str:
     return f"{kind} · {on} · torch {torch.__version__} · {today}"
 
 
+def listed(numbers: dict) -> str:
+    """Numbers by name in words, for a claim or a caption: "fill 14, driver memcpy 16"."""
+    texts = [f"{name} {number}" for name, number in numbers.items()]
+    return ", ".join(texts)
+
+
 def plain(text: object, longest: int = 160) -> str:
     """A name from outside as one line of text: no control characters, no terminal escapes, not endless."""
     letters = [letter if letter.isprintable() else " " for letter in str(text)]

@@ -60,11 +60,11 @@ def wrapped(words: str, width: int, lines: int = 2) -> str:
 @in_style
 def png(fig: Figure, evidence: str) -> bytes:
     """The finished figure with its evidence below, and so much higher."""
-    text = "\n".join(wrapped(line, 140, 4) for line in evidence.split("\n"))
+    text = "\n".join(wrapped(line, 122, 4) for line in evidence.split("\n"))
     width, height = fig.get_size_inches()
     fig.draw_without_rendering()  # now what stands below the axes has its place
     bottom = fig.get_tightbbox().y0
-    below = fig.text(0.01, bottom / height - 0.02, text, va="top", fontsize=7.5, color=SOFT)
+    below = fig.text(0.01, bottom / height - 0.02, text, va="top", fontsize=8.5, color=SOFT)
     bottom = below.get_window_extent().y0 / fig.dpi
     file = io.BytesIO()
     fig.savefig(file, format="png", bbox_inches=Bbox([[0, bottom - 0.04], [width, height]]))
@@ -127,8 +127,11 @@ def _legend(fig, labels):
 
 
 def _rows(ax, names):
-    """One row a name, from the top."""
-    labels = [wrapped(name, 26) for name in names]
+    """One row a name, from the top; a long name breaks after its colon."""
+    labels = []
+    for name in names:
+        parts = name.split(": ") if len(name) > 26 else [name]
+        labels.append(":\n".join(wrapped(part, 26) for part in parts))
     ax.set_yticks(range(len(labels)), labels)
     ax.set_ylim(len(labels) - 0.45, -0.55)
 
@@ -173,8 +176,9 @@ def curves(
         ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         ax.yaxis.set_major_formatter("{x:g}")
         ax.yaxis.set_minor_formatter("")
-    for name, points in lines.items():
-        ax.plot(*points, label=wrapped(name, 20, 3), color=EVENT_COLOURS.get(name))
+    shades = seaborn.light_palette("#57356D", len(lines) + 1, reverse=True)
+    for shade, (name, points) in zip(shades, lines.items()):
+        ax.plot(*points, label=wrapped(name, 20, 3), color=EVENT_COLOURS.get(name, shade))
     fig.legend(loc="outside right center")
     ax.set(xlabel=xlabel, ylabel=ylabel)
     _marks(ax, marks)
@@ -214,7 +218,7 @@ def values(numbers: dict, title: str, xlabel: str, marks: dict | None = None) ->
         if not isinstance(number, Range):
             text = f"{number:.3g}"
             number = Range(number, 0, number)
-        elif not number.clear:
+        elif not number.clear and number.low < number.high:  # else nothing changes, which is no doubt
             text += ": no claim"
             inside = "white"
         ax.hlines(row, number.low, number.high, linewidth=2.6)

@@ -31,9 +31,10 @@ class Range:
         return self.low > 0 or self.high < 0
 
     def __repr__(self) -> str:
-        ends = self.middle, self.low, self.high
-        middle, low, high = (f"{end:.0f}" if abs(end) >= 10 else f"{end:.2g}" for end in ends)
-        return f"{middle}{self.unit} ({low} to {high})"
+        numbers = self.middle, self.low, self.high
+        middle, low, high = (f"{each:.0f}" if abs(each) >= 10 else f"{each:.2g}" for each in numbers)
+        ends = f" ({low} to {high})" if low != high else ""  # nothing that was varied changes it
+        return f"{middle}{self.unit}{ends}"
 
 
 @dataclass(frozen=True)
