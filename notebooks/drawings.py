@@ -10,7 +10,7 @@ from lib.kinds import KINDS
 from lib.workbench.plots import EVENT_COLOURS, PAPER, SOFT, in_style, new_figure
 
 CHUNK = 65_536  # elements that a block of the fused foreach kernel takes (MultiTensorApply.cuh)
-MULTIPROCESSORS = 132  # of an H100
+MULTIPROCESSORS = 80  # of a V100
 COPY, FOREACH, GRAPH = (KINDS[kind].colour for kind in ("memcpy", "foreach", "graph"))
 PALE_GRAPH = "#93D4BE"
 CALL = EVENT_COLOURS["copy_() on the host"]
@@ -66,7 +66,7 @@ def buffers() -> Figure:
         paper.box(490, y, 34, 24, "white", "pad", linestyle=":")
         paper.arrow(524, y + 12, 610, y + 12)
         paper.box(640, y, 100, 24, PALE_GRAPH, "kernel", edgecolor="none")
-    paper.say(440, bottom + 8, "rows up to the captured batch size", color=SOFT)
+    paper.say(440, bottom + 8, "pad: rows left over, up to the captured batch size", color=SOFT)
     return paper.fig
 
 
@@ -76,12 +76,12 @@ def blocks(elements: dict[str, int]) -> Figure:
     chunks = {name: math.ceil(n / CHUNK) for name, n in elements.items()}
     count = sum(chunks.values())
     busy = min(count, MULTIPROCESSORS)
-    height = max(26 * len(elements), 130) + 76
+    height = max(26 * len(elements), 84) + 76
     pairs = "1 pair" if len(elements) == 1 else f"{len(elements)} pairs"
     paper = Canvas(f"One launch for {pairs}: {count} blocks", height)
     head = {"ha": "left", "fontweight": "bold"}
     paper.say(10, 10, "pairs, cut into chunks of 65,536 elements", **head)
-    paper.say(520, 10, f"{busy} of an H100's {MULTIPROCESSORS} multiprocessors work", **head)
+    paper.say(520, 10, f"{busy} of a V100's {MULTIPROCESSORS} multiprocessors work", **head)
     for row, (name, n) in enumerate(elements.items()):
         y = 30 + 26 * row
         paper.say(140, y + 10, name, ha="right")

@@ -26,7 +26,7 @@ HEADLINES = (
     ("modelled_us_saved_v100", "sooner done, a step on a V100"),
     ("modelled_us_saved_ahead_v100", "sooner done, the same step"),
 )
-FIRST_FIGURE = "mechanism"  # at the top, too
+FIRST_FIGURE = "mechanism"  # at the top of the page
 KINDS = {
     "counted": "by PyTorch's rules, from shapes and dtypes: a prediction until a profiler has seen it",
     "measured": "timed in this run, on this machine",

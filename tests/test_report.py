@@ -108,7 +108,7 @@ def test_the_mechanism_stands_above_the_notebooks_and_failures_come_first(write)
     text = page.get_text()
     said = "About 01_second failed in In [3], under The claim: AssertionError: x > 1"
     assert text.index(said) < text.index("not run") and "stopped before its end" in text
-    assert len(alts(page)) == 2 and text.index("A dot <small>") < text.index("Launches")
+    assert len(alts(page)) == 1 and text.index("A dot <small>") < text.index("Launches")
 
 
 def test_a_run_without_a_finished_notebook_has_a_page(write):
