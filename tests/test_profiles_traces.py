@@ -278,7 +278,7 @@ BAD_FILES = {
     "no spans": (lambda p: p.write_text('[{"ph": "M", "name": "process_name"}]'), "no event that lasts"),
     "a folder": (lambda p: p.mkdir(), "is a folder: give a file"),
     "no readable event": (lambda p: p.write_text('[{"ph": "X", "cat": "cpu_op"}, 7]'), "no event could"),
-    "a time without end": (lambda p: p.write_text(LATE), "too large"),
+    "a time without end": (lambda p: p.write_text(LATE), "cannot convert Infinity"),
     "a database": (lambda p: sqlite3.connect(p).execute("CREATE TABLE rocpd (b)").close(), "rocprofv3"),
     "a damaged database": (lambda p: p.write_bytes(b"SQLite format 3\0" + b"x" * 4096), "not a database"),
     "an nsys file of another schema": (

@@ -43,7 +43,7 @@ some_dtypes = st.sampled_from([DTYPES, DTYPES, [torch.int32, torch.int64]])
 
 
 @given(some_dtypes.flatmap(lambda dtypes: pairs(dtypes, max_pairs=5)))
-@properties(200)
+@properties(2_000)
 def test_so_do_those_with_a_kernel_of_triton_in_its_interpreter(case):
     """All bits of all dtypes, but the payload of a NaN that is converted: each device has its own."""
     pytest.importorskip("triton")

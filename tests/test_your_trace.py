@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from test_exercises import NOTEBOOKS, code_cells, source
+from test_exercises import NOTEBOOKS, code_cells
 from traces_of import TRACES, copies, device, span, write
 
 from lib.profiles import load_trace
@@ -21,7 +21,7 @@ def read(monkeypatch, capsys):
     monkeypatch.setattr("IPython.display.display", lambda data, **_: shown.append(data))
 
     def run(**parameters):
-        first, *others = (source(cell) for cell in code_cells(NOTEBOOK))
+        first, *others = (code for code, _ in code_cells(NOTEBOOK))
         names = {}
         exec(first, names)
         names |= {"quick": True} | parameters

@@ -28,7 +28,7 @@ import tempfile
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator
-from decimal import Decimal
+from decimal import Decimal, localcontext
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -193,7 +193,8 @@ def load_trace(path: str | os.PathLike, python: bool = False) -> pd.DataFrame:
             document = msgspec.json.decode(text, type=_Document | list[msgspec.Raw])
             document = document if isinstance(document, _Document) else _Document(document)
             rows = _json_rows(document.traceEvents)
-        return _table(path, rows, document, python)
+        with localcontext(Emax=30, traps=[]):  # a time beyond is infinite, not a million digits
+            return _table(path, rows, document, python)
     except (*UNREADABLE, *DAMAGED) as error:
         raise ValueError(f"{path}: {error}; expected {EXPECTED}") from error
 
