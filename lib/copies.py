@@ -28,8 +28,6 @@ FUSED_DTYPES = {getattr(torch, name) for name in NAMES.split()}
 
 # A fused kernel's block copies 65,536 elements at tens of GB/s: 64 KiB take 2 to 3 us, as much as a memcpy.
 DEFAULT_DMA_BYTES = 64 * 1024  # an estimate: the crossover recorded on a device replaces it
-MAX_PLANS = 1024  # that a ReplayCopies keeps
-EXACTLY = {"dynamic_dims_sizes": [], "dynamic_dims_strides": []}
 
 
 class Call(NamedTuple):
@@ -43,7 +41,8 @@ class Call(NamedTuple):
     kept: Callable | None = None
 
 
-bind = partial(tuple.__new__, Call)  # a call of its five parts, made in C
+# In C, for every step: a call of its five parts, and a tensor's attribute.
+bind, is_nested = partial(tuple.__new__, Call), Tensor.is_nested.__get__
 
 
 def run(calls: Iterable[Call]) -> None:
@@ -71,13 +70,10 @@ def grouped_foreach_copy_(dsts: Tensors, srcs: Tensors, names: Sequence[str] | N
 
 
 def grouped(pairs: Pairs, dma_bytes: int | None = None) -> list[Call]:
-    """One `_foreach_copy_` per dtype pair, and `copy_` for what its kernel does not take.
-
-    Grouping by the *pair* of dtypes is a matter of correctness: until January 2026 the fused kernel took
-    equal source dtypes with mixed destination dtypes for one and wrote wrong values (pytorch issue 173383).
-    From `dma_bytes` on a pair that does not convert goes by `copy_`, on CUDA a driver memcpy (pull request
-    28465), and so does one that is alone in its group. None: neither.
-    """
+    """One `_foreach_copy_` per dtype pair, and `copy_` for what its kernel refuses. By the *pair*: until
+    January 2026 the fused kernel took equal source dtypes with mixed destination dtypes for one and wrote
+    wrong values (pytorch issue 173383). From `dma_bytes` on a pair that does not convert goes by `copy_`, on
+    CUDA a driver memcpy (pull request 28465), and so does one that is alone in its group. None: neither."""
     groups: dict[tuple, list] = {}
     alone = []
     for dst, src in pairs:
@@ -107,15 +103,6 @@ def is_lazy(t: Tensor) -> bool:
     return t.is_conj() or t.is_neg()
 
 
-def recognizer(tensors: Tensors) -> Callable[..., bool]:
-    """Whether others are like these in all but addresses, asked in C (torch/csrc/dynamo/guards.cpp)."""
-    together = TensorGuards(*tensors, **EXACTLY).check
-    if together(*tensors):
-        return together
-    each = [TensorGuards(tensor, **EXACTLY).check for tensor in tensors]  # for one comes twice
-    return lambda *others: all(check(other) for check, other in zip(each, others))
-
-
 def place(t: Tensor) -> tuple:
     """The memory of a tensor; on `meta`, too, where there are no addresses."""
     return t.untyped_storage()._cdata, t.storage_offset(), t.shape, t.stride(), t.dtype
@@ -138,8 +125,8 @@ class CopyPlan:
         self.dsts = [dst.detach() for dst in (*dsts, *(dst for dst, _ in constants))]
         self.names = list(names or map(str, range(len(self.dsts))))
         check_pairs(self.dsts, [*self.dsts[: len(dsts)], *self.constants], self.names)
-        self.once = {place(dst): i for i, dst in enumerate(self.dsts)}.values()
-        self.as_before = lambda *srcs: False
+        self.once = [*{place(dst): i for i, dst in enumerate(self.dsts)}.values()]
+        self.are_alike = lambda *srcs: False
         index = {id(src): i for i, src in enumerate(self.stand_ins + self.constants)}
         self.kept = []
         for call in route(self._pairs(self.stand_ins)):
@@ -155,7 +142,7 @@ class CopyPlan:
         """What `plan(srcs)` does; without `srcs`, for sources as planned."""
         if srcs is None:
             srcs = self.stand_ins
-        elif len(srcs) != len(self.stand_ins) or not self.as_before(*srcs):
+        elif not self._as_before(srcs):
             check_pairs(self.dsts, [*srcs, *self.constants], self.names)
             if not self._as_planned(srcs):
                 self.misses += 1
@@ -171,13 +158,20 @@ class CopyPlan:
         every = [*srcs, *self.constants]
         return [(self.dsts[i], every[i]) for i in self.once]
 
+    def _as_before(self, srcs: Tensors) -> bool:
+        """Whether these, none twice, are like the last ones in all but addresses (dynamo/guards.cpp)."""
+        try:  # with a nested tensor the guards would abort the process
+            return True not in map(is_nested, srcs) and self.are_alike(*srcs)
+        except TypeError:  # no tensors, or another number of them
+            return False
+
     def _as_planned(self, srcs: Tensors) -> bool:
         """Whether the planned calls serve these. If so, the next step's are compared with them, in C."""
         for src, planned in zip(srcs, self.stand_ins):
             if src.dtype != planned.dtype or not src.is_contiguous() or is_lazy(src):
                 return False
-        if srcs and not self.check_memory:
-            self.as_before = recognizer(srcs)
+        if len(srcs) and not self.check_memory:
+            self.are_alike = TensorGuards(*srcs, dynamic_dims_sizes=[], dynamic_dims_strides=[]).check
         return True
 
 
@@ -196,6 +190,11 @@ class StaticInput:
     def between(self, first: int, end: int) -> Tensor:
         """The rows of requests `first` up to `end`."""
         return self.buffer.narrow(self.dim, first * self.rows, (end - first) * self.rows)
+
+    def constant(self, rows: Tensor) -> Tensor:
+        """What fills rows of padding, of the source's dtype where that holds the pad."""
+        pad, dtype = torch.tensor(self.pad, dtype=rows.dtype), self.source_dtype or rows.dtype
+        return torch.full_like(rows, self.pad, dtype=dtype if pad.to(dtype).to(rows.dtype) == pad else None)
 
 
 class ReplayCopies:
@@ -221,9 +220,8 @@ class ReplayCopies:
 
     def prepare(self, batch_sizes: Mapping[int, int]) -> None:
         """Make the plans for all fields ahead: batch size -> the captured size that holds it."""
-        every = {name: field.buffer for name, field in self.fields.items()}
         for batch_size, captured in batch_sizes.items():
-            self._plan(every, batch_size, captured)
+            self._plan({name: field.buffer for name, field in self.fields.items()}, batch_size, captured)
 
     def _plan(self, given: Mapping, batch_size: int, captured: int) -> CopyPlan:
         for name, src in given.items():
@@ -240,10 +238,10 @@ class ReplayCopies:
             end = capacity if self.whole_buffers else captured
             rows = field.between(first, batch_size if self.pads_stay else end)
             if field.pad is not None and rows.numel() > 0:
-                pads[f"padding of {name}"] = rows, torch.full_like(rows, field.pad, dtype=field.source_dtype)
+                pads[f"padding of {name}"] = rows, field.constant(rows)
         dsts = [self.fields[name].between(0, batch_size) for name in given]
         dtypes = [self.fields[name].source_dtype or src.dtype for name, src in given.items()]
-        if len(self.plans) >= MAX_PLANS:
+        if len(self.plans) >= 1024:
             self.plans.clear()
         plan = CopyPlan(dsts, dtypes, [*given, *pads], list(pads.values()), **self.options)
         return self.plans.setdefault((batch_size, captured, *given), plan)

@@ -28,6 +28,8 @@ class HostFields(dict):
     def __setitem__(self, name: str, values) -> None:
         self[name][...] = values  # into the view: in its place they would never be uploaded
 
+    update = __ior__ = None  # which go past __setitem__
+
 
 class PackedInputs:
     """Static buffers in one block of device memory, filled from a ring of blocks on the host.
@@ -51,8 +53,7 @@ class PackedInputs:
     def _views(self, memory: torch.Tensor) -> dict[str, torch.Tensor]:
         views = {}
         for room, (name, field) in zip(memory.split(self._rooms), self._fields.items()):
-            content = room[: field.nbytes]
-            views[name] = content.view(field.dtype).view(field.shape)
+            views[name] = room[: field.nbytes].view(field.dtype).view(field.shape)
         return views
 
     def _block(self) -> tuple:
@@ -61,8 +62,7 @@ class PackedInputs:
         views = {}
         for name, view in self._views(memory).items():
             views[name] = view.numpy()[...]  # numpy makes a view writeable again only if its base is
-        last_upload = self._streams.Event()
-        return memory, views, last_upload
+        return memory, views, self._streams.Event()  # of its last upload
 
     @contextmanager
     def step(self) -> Iterator[HostFields]:
@@ -75,7 +75,7 @@ class PackedInputs:
             view.setflags(True)
         for name, pad in self._pads.items():
             views[name].fill(pad)
-        self._host.update(views)
+        dict.update(self._host, views)
         try:
             yield self._host
         finally:

@@ -92,6 +92,7 @@ def uses_of(dsts, **options):
         (0, lambda src: src[:1], r"seq_lens: expected .*shape \(4,\), got \(1,\)"),  # copy_ would broadcast
         (2, lambda src: src.to("meta"), "hidden_states: expected .*cpu, got meta"),
         (1, Tensor.to_sparse, "topk_p: expected a strided source"),
+        (1, lambda src: torch.nested.nested_tensor([src]), "topk_p: expected a strided source"),
     ],
 )
 def test_a_source_that_does_not_fit_is_named_and_nothing_is_written(position, change, says):
@@ -272,6 +273,15 @@ def test_what_a_section_refuses_is_named_and_nothing_is_written():
         with pytest.raises(ValueError, match=says):
             copy(inputs | change, *sizes)
     assert same(buffers_of(fields), before)
+
+
+@pytest.mark.parametrize(("pad", "source"), [(-1, torch.uint8), (-1, torch.int64), (1 << 20, torch.float16)])
+def test_padding_is_what_was_said_whatever_comes(pad, source):
+    buffer = torch.zeros(4, dtype=torch.int32)
+    ReplayCopies({"ids": StaticInput(buffer, pad=pad, source_dtype=source)})(
+        {"ids": torch.ones(2).to(source)}, 2, 4
+    )
+    assert buffer.tolist() == [1, 1, pad, pad]
 
 
 def test_a_section_prepares_its_plans_and_keeps_no_more_than_a_thousand():

@@ -85,6 +85,8 @@ def test_writing_outside_a_step_or_a_field_is_refused_and_whole_fields_are_uploa
             host["slot"] = np.arange(8)
         with pytest.raises(ValueError, match="broadcast"):
             host["input_ids"] = [1, 2, 3]
+        with pytest.raises(TypeError):  # it would go past the views
+            host.update(slots=np.arange(8))
         host["slots"] = np.arange(8)
         host["weights"] += 1
     assert packed.device["slots"].tolist() == list(range(8))

@@ -21,7 +21,7 @@ DRAWING = {"matplotlib", "seaborn", "ipywidgets", "IPython"}  # nothing of the c
 CORE = {"copies", "fused", "packed", "checks", "launches", "kinds", "strategies", "eagle"}
 AT_MOST = {"lib lines": 5000, "lib nodes": 37_000, "core lines": 2470, "copies.py lines": 260}
 NODES_A_CODE_LINE = 10.5
-DENSER = {"lib.copies": 14.0, "lib.packed": 11.1}  # to take away, in 260 and 100 lines: no room to spread
+DENSER = {"lib.copies": 14.1, "lib.packed": 11.4}  # to take away, in 260 and 100 lines: no room to spread
 NOTEBOOK_LINES = 1500
 LIB = sorted((ROOT / "lib").rglob("*.py"))
 
