@@ -54,8 +54,8 @@ def fault_of(dst: Tensor, src: Tensor) -> str:
         return f"expected a source of shape {tuple(dst.shape)}, got {tuple(src.shape)}"
     if dst.device != src.device:
         return f"expected a source on {dst.device}, got {src.device}"
-    if not can_convert(dst.dtype, src.dtype):
-        return f"expected a source that converts to {dst.dtype}, got {src.dtype}"
+    if not can_convert(dst.dtype, src.dtype, src.is_neg()):
+        return f"expected a source that converts to {dst.dtype}, got {src.dtype}, neg bit {src.is_neg()}"
     if torch.is_grad_enabled() and dst.requires_grad:
         return "expected a destination without grad; copy under no_grad()"
     if dst.is_inference() and not torch.is_inference_mode_enabled():
@@ -66,10 +66,13 @@ def fault_of(dst: Tensor, src: Tensor) -> str:
 
 
 @cache
-def can_convert(dst: torch.dtype, src: torch.dtype) -> bool:
-    """Whether `copy_` takes this pair of dtypes; some, float4 among them, it refuses."""
+def can_convert(dst: torch.dtype, src: torch.dtype, is_neg: bool) -> bool:
+    """Whether `copy_` takes this pair of dtypes; some, float4 among them, it refuses, or cannot negate."""
+    source = torch.empty(1, dtype=src)
+    if is_neg:
+        source = torch._neg_view(source)
     try:
-        torch.empty(1, dtype=dst).copy_(torch.empty(1, dtype=src))
+        torch.empty(1, dtype=dst).copy_(source)
     except RuntimeError:
         return False
     return True

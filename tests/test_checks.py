@@ -24,6 +24,7 @@ I64, FLOAT4 = torch.arange(4), torch.float4_e2m1fn_x2
         (I64, torch.nested.nested_tensor([I64], layout=torch.jagged), "strided source, .*got torch.jagged"),
         (I64, FakeTensorMode().from_tensor(I64), "expected a source of .*Tensor'>, got .*FakeTensor"),
         (I64, torch.empty(4, dtype=FLOAT4), "expected a source that converts to torch.int64, got .*float4"),
+        (I64.bool(), torch._neg_view(torch.ones(4)), "expected a source that converts to torch.bool"),
         (torch.empty(4, dtype=FLOAT4), I64, "expected a source that converts to .*float4.*, got torch.int64"),
         (I64[1:], I64[:-1], "shares memory with"),
         (I64, I64.view(torch.float64), "shares memory with"),
