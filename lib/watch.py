@@ -10,9 +10,9 @@ assignments to slices and elements, and `to()`, which uploads or converts into a
 kernels, numpy, other operators (`cat`, `index_put_`, `out=`), sparse and nested tensors. Tensors on the CPU
 and on `meta` count as device memory; a CPU tensor copied to another device is the host's.
 
-The code computes what it computes without, 0.1 ms later a destination (1 to 2 on a busy machine; more if variables
-hold thousands of attributes). Kept are shapes, strides and host sources; before Python 3.13, what a function
-deletes may live until it returns.
+The code computes what it computes without, 0.1 ms later a destination (on 2 CPU cores; 1 to 2 on busy ones,
+more if variables hold thousands of attributes). Kept are shapes, strides and host sources; before Python
+3.13, what a function deletes may live until it returns.
 """
 
 from __future__ import annotations
