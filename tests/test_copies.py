@@ -17,7 +17,9 @@ from lib.launches import launches
 from tests import tensors
 from tests.tensors import laid_out, pairs, properties, random_values, same, snapshot
 
-pytestmark = pytest.mark.filterwarnings("ignore:Casting complex values", "ignore:ComplexHalf support")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Casting complex values", "ignore:ComplexHalf support", "ignore:The PyTorch API of nested"
+)
 
 
 def dtypes(some):
