@@ -77,8 +77,12 @@ def groups() -> dict[str, dict]:
 
 def fingerprint() -> str:
     """Of what the figure shows; the picture itself differs with fonts and versions."""
-    tables = [table.round(3).to_csv() for lanes in groups().values() for table in lanes.values()]
-    return hashlib.sha256("\n".join(tables).encode()).hexdigest()
+    shown = [PROFILE.label()]
+    for name, lanes in groups().items():
+        shown.append(name)
+        for label, table in lanes.items():
+            shown += [label, table.round(3).to_csv()]
+    return hashlib.sha256("\n".join(shown).encode()).hexdigest()
 
 
 def draw() -> None:
