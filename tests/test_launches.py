@@ -18,25 +18,25 @@ def copy(dst, src):
     return Call("copy_", [dst], [src])
 
 
+PAIRS = [  # of two tensors (4, 6) float32, and what copies the second into the first
+    (lambda t, new: (t, new), "memcpy"),
+    (lambda t, new: (t.t(), new.t()), "memcpy"),  # reordered, both are dense
+    (lambda t, new: (t[:1, :3], new.view(3, 8)[:1, :3]), "memcpy"),  # the stride of a size-1 dimension
+    (lambda t, new: (t[:, :3], new[:, :3]), "elementwise"),  # the row stride stays the buffer's
+    (lambda t, new: (t.view(6, 4).t(), new), "elementwise"),
+    (lambda t, new: (t, new[0].expand(4, 6)), "elementwise"),
+    (lambda t, new: (t, new[:1]), "elementwise"),
+    (lambda t, new: (t, new.double()), "elementwise"),
+    (lambda t, new: (t, torch._neg_view(new)), "elementwise"),
+    (lambda t, new: (torch._neg_view(t), torch._neg_view(new)), "memcpy"),
+    (lambda t, new: (t[0, 0], new[1, 1]), "memcpy"),
+    (lambda t, new: (t[:0], new[:0]), None),
+    (lambda t, new: (t, t.view(4, 6)), None),  # a memcpy onto itself
+]
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize(
-    ("pair", "kind"),
-    [
-        (lambda t, new: (t, new), "memcpy"),
-        (lambda t, new: (t.t(), new.t()), "memcpy"),  # reordered, both are dense
-        (lambda t, new: (t[:1, :3], new.view(3, 8)[:1, :3]), "memcpy"),  # the stride of a size-1 dimension
-        (lambda t, new: (t[:, :3], new[:, :3]), "elementwise"),  # the row stride stays the buffer's
-        (lambda t, new: (t.view(6, 4).t(), new), "elementwise"),
-        (lambda t, new: (t, new[0].expand(4, 6)), "elementwise"),
-        (lambda t, new: (t, new[:1]), "elementwise"),
-        (lambda t, new: (t, new.double()), "elementwise"),
-        (lambda t, new: (t, torch._neg_view(new)), "elementwise"),
-        (lambda t, new: (torch._neg_view(t), torch._neg_view(new)), "memcpy"),
-        (lambda t, new: (t[0, 0], new[1, 1]), "memcpy"),
-        (lambda t, new: (t[:0], new[:0]), None),
-        (lambda t, new: (t, t.view(4, 6)), None),  # a memcpy onto itself
-    ],
-)
+@pytest.mark.parametrize(("pair", "kind"), PAIRS)
 def test_a_copy_is_a_memcpy_where_one_dtype_lies_alike_and_dense(pair, kind, device):
     dst, src = pair(F32.to(device), torch.ones(4, 6, device=device))
     made = [(launch.kind, launch.n_copies, launch.bytes) for launch in launches([copy(dst, src)])]
