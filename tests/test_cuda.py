@@ -85,7 +85,7 @@ def test_strategies_leave_on_the_device_the_bits_of_a_loop_of_copy(case):
     assert_copies_or_refuses(case, *copies, settle=one_nan)
 
 
-def test_predicted_routes_of_single_calls_are_those_counted():
+def test_predicted_launches_of_single_calls_are_those_counted():
     i64, large = torch.zeros(64, dtype=torch.int64, device=DEVICE), torch.zeros(2**20, device=DEVICE)
     new = torch.arange(24.0, device=DEVICE).view(4, 6)
     cases = {str(n): pair(torch.zeros_like(new), new) for n, (pair, _) in enumerate(PAIRS)}
@@ -98,13 +98,7 @@ def test_predicted_routes_of_single_calls_are_those_counted():
     cases["download"] = i64.cpu(), i64
     calls |= {f"copy_ {name}": [Call("copy_", [dst], [src])] for name, (dst, src) in cases.items()}
     calls["fill"] = [Call("fill_", [i64], value=3)]
-    assert_counted_as_predicted(calls)
-
-
-def test_one_launch_holds_64_tensors_or_what_this_build_is_inferred_to_hold():
-    """A difference here tells that lib.launches.foreach_limits infers the limits of this build wrong."""
-    calls = {}
-    for n in (64, foreach_limits()[0], foreach_limits()[0] + 1):
-        tensors = [torch.zeros(8, dtype=torch.int64, device=DEVICE) for _ in range(n)]
-        calls[str(n)] = [Call("foreach", tensors, [t.clone() for t in tensors])]
+    for n in (64, foreach_limits()[0], foreach_limits()[0] + 1):  # what this build is inferred to hold
+        tensors = [i64.clone() for _ in range(n)]
+        calls[f"{n} tensors"] = [Call("foreach", tensors, [i64] * n)]
     assert_counted_as_predicted(calls)
