@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.types import Device
 
-from lib.eagle.fields import DraftBatch, DraftExtendBatch, EagleConfig, first_level
+from lib.eagle.fields import DraftBatch, DraftExtendBatch, EagleConfig
 
 TRAINED = Path(__file__).parents[2] / "data/models"
 
@@ -41,39 +41,22 @@ def pool_attention(pool, write_slots, read_slots, mask, layer, q, k, v):
     the request itself: a masked weight of 0 times a NaN is a NaN, and slot 0 holds what padding left there.
     """
     slots = pool[layer]
-    written = torch.cat((k, v), dim=1)
-    rows = join_heads(written)
-    slots[write_slots] = rows
-    read = F.embedding(read_slots, slots)
-    read = split_heads(read, written.shape[1])
-    k, v = read.chunk(2, dim=1)
-    mask = mask.unsqueeze(1)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    written = torch.cat((k, v), dim=1).transpose(1, 2)
+    slots[write_slots] = written.flatten(2)
+    read = F.embedding(read_slots, slots).unflatten(2, written.shape[2:])
+    k, v = read.transpose(1, 2).chunk(2, dim=1)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.unsqueeze(1))
 
 
-def prefix_slots(slots, lens):
-    """Of each request's slots (B, C) a row sees the first `lens` (B, T): slots again, and mask (B, T, C).
+def prefix_slots(req_to_token, requests, lens):
+    """Slots (B, C) of requests (B,), of which a row sees the first `lens` (B, T): and the mask (B, T, C).
 
     No row may see more than the last. Columns that it does not see repeat the request's first slot.
     """
+    slots = req_to_token[requests]
     columns = torch.arange(slots.shape[1], device=slots.device)
-    lens = lens.unsqueeze(2)
-    mask = columns < lens
-    own = slots[:, :1]
-    slots = torch.where(mask[:, -1], slots, own)
-    return slots, mask
-
-
-def split_heads(x, heads):
-    """(B, T, H) -> (B, heads, T, head_dim)."""
-    x = x.unflatten(2, (heads, -1))
-    return x.transpose(1, 2)
-
-
-def join_heads(x):
-    """(B, heads, T, head_dim) -> (B, T, H)."""
-    x = x.transpose(1, 2)
-    return x.flatten(2)
+    mask = columns < lens.unsqueeze(2)
+    return torch.where(mask[:, -1], slots, slots[:, :1]), mask
 
 
 def rotate(x, positions):
@@ -81,14 +64,10 @@ def rotate(x, positions):
     first, second = x.chunk(2, dim=3)
     half = first.shape[3]
     steps = torch.arange(half, device=x.device)
-    frequencies = 10000.0 ** (-steps / half)
-    positions = positions[:, None, :, None]
-    angles = positions * frequencies
-    angles = torch.cat((angles, angles), dim=3)
-    turned = torch.cat((-second, first), dim=3)
+    angles = positions[:, None, :, None] * 10000.0 ** (-steps / half)
     cos = angles.cos().to(x.dtype)
     sin = angles.sin().to(x.dtype)
-    return x * cos + turned * sin
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=3)
 
 
 class DecoderLayer(nn.Module):
@@ -108,20 +87,17 @@ class DecoderLayer(nn.Module):
         self.down = Linear(inner, hidden)
 
     def forward(self, x, positions, attention):
-        normed = self.attn_norm(x)
-        qkv = self.qkv(normed)
-        qkv = split_heads(qkv, 3 * self.heads)
-        q, k, v = qkv.chunk(3, dim=1)
+        qkv = self.qkv(self.attn_norm(x))
+        qkv = qkv.unflatten(2, (3 * self.heads, -1))
+        q, k, v = qkv.transpose(1, 2).chunk(3, dim=1)
         q = rotate(q, positions)
         k = rotate(k, positions)
         mixed = attention(self.index, q, k, v)
-        mixed = join_heads(mixed)
-        x = x + self.out(mixed)
-        normed = self.mlp_norm(x)
-        gate_up = self.gate_up(normed)
+        mixed = mixed.transpose(1, 2)
+        x = x + self.out(mixed.flatten(2))
+        gate_up = self.gate_up(self.mlp_norm(x))
         gate, up = gate_up.chunk(2, dim=2)
-        inner = F.silu(gate) * up
-        return x + self.down(inner)
+        return x + self.down(F.silu(gate) * up)
 
 
 class TargetModel(nn.Module):
@@ -130,13 +106,10 @@ class TargetModel(nn.Module):
     def __init__(self, config: EagleConfig):
         super().__init__()
         hidden = config.hidden_size
-        vocab = config.vocab_size
-        self.embed = nn.Embedding(vocab, hidden)
-        self.layers = nn.ModuleList()
-        for index in range(config.num_target_layers):
-            self.layers.append(DecoderLayer(config, index))
+        self.embed = nn.Embedding(config.vocab_size, hidden)
+        self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_target_layers))
         self.norm = RMSNorm(hidden)
-        self.lm_head = Linear(hidden, vocab)
+        self.lm_head = Linear(hidden, config.vocab_size)
 
     def forward(self, input_ids, positions, attention):
         """input_ids, positions (B, T) -> features (B, T, H). `lm_head` makes logits of them."""
@@ -151,24 +124,19 @@ class EagleHead(nn.Module):
 
     def __init__(self, config: EagleConfig):
         super().__init__()
-        hidden = config.hidden_size
-        self.fc = Linear(2 * hidden, hidden)
+        self.fc = Linear(2 * config.hidden_size, config.hidden_size)
         self.layer = DecoderLayer(config, 0)
 
     def forward(self, embedded, hidden, positions, attention):
         """Embedded tokens and hidden (B, T, H), positions (B, T) -> features (B, T, H)."""
-        pair = torch.cat((embedded, hidden), dim=2)
-        x = self.fc(pair)
+        x = self.fc(torch.cat((embedded, hidden), dim=2))
         return self.layer(x, positions, attention)
 
 
 def both_models(config: EagleConfig) -> nn.ModuleDict:
     """Target and head in the config's dtype."""
-    models = nn.ModuleDict()
-    models["target"] = TargetModel(config)
-    models["head"] = EagleHead(config)
-    models.to(config.dtype)
-    return models.requires_grad_(False)
+    models = nn.ModuleDict({"target": TargetModel(config), "head": EagleHead(config)})
+    return models.to(config.dtype).requires_grad_(False)
 
 
 @dataclass
@@ -193,8 +161,13 @@ class DraftModel:
     def features(self, tokens, hidden, positions, write_slots, read_slots, mask):
         """The head over tokens and hidden, written to and read from the pool: (B, T, H)."""
         attention = partial(pool_attention, self.kv, write_slots, read_slots, mask)
-        embedded = self.target.embed(tokens)
-        return self.head(embedded, hidden, positions, attention)
+        return self.head(self.target.embed(tokens), hidden, positions, attention)
+
+
+def first_level(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Probabilities (float32) and indices of the k best tokens, (..., k); all ones for k = 1 (SGLang)."""
+    probs, index = torch.softmax(logits.float(), dim=-1).topk(k, dim=-1)
+    return (torch.ones_like(probs) if k == 1 else probs), index
 
 
 class DraftOutput(NamedTuple):
@@ -213,52 +186,42 @@ def draft_forward(model: DraftModel, batch: DraftBatch) -> DraftOutput:
     A branch sees the committed prefix and its true ancestors, wherever their lanes were (SGLang's lanes keep
     their own history instead).
     """
-    tokens = batch.topk_index  # of all candidates so far
+    tokens = batch.topk_index  # of all candidates so far, as their scores
     scores = batch.topk_p
     bs, k = tokens.shape
     lane_slots = batch.out_cache_loc.view(bs, k, -1)
     positions = batch.positions.view(bs, k)
-    itself = torch.eye(k, dtype=torch.bool, device=tokens.device)
-    itself = itself.expand(bs, k, k)
+    itself = torch.eye(k, dtype=torch.bool, device=tokens.device).expand(bs, k, k)
     # At first the committed text is the only lane. Slots (bs, C) are what lanes read, seen what each sees.
     parents = torch.full_like(tokens[:, :1], -1)
     hidden = batch.hidden_states.unsqueeze(1)
     lens = batch.seq_lens.unsqueeze(1)
-    slots = model.req_to_token[batch.req_pool_indices]
-    slots, seen = prefix_slots(slots, lens)
+    slots, seen = prefix_slots(model.req_to_token, batch.req_pool_indices, lens)
     first = 0  # of the candidates of the last level
-    more_levels = model.config.num_steps - 1
-    for level in range(more_levels):
+    for level in range(model.config.num_steps - 1):
         # The k best of them take over the lanes, and see what their parents saw and themselves.
-        level_scores = scores[:, first:]
-        lane_scores, best = level_scores.topk(k)
+        lane_scores, best = scores[:, first:].topk(k)
         lanes = first + best
         lane_tokens = tokens.gather(1, lanes)
         parents = torch.cat((parents, lanes), dim=1)
-        lane = best // k
-        lane = lane.unsqueeze(2)
-        hidden = hidden.take_along_dim(lane, dim=1)
-        seen = seen.take_along_dim(lane, dim=1)
+        parent = (best // k).unsqueeze(2)  # its lane
+        hidden = hidden.take_along_dim(parent, dim=1)
+        seen = seen.take_along_dim(parent, dim=1)
         seen = torch.cat((seen, itself), dim=2)
         write_slots = lane_slots[..., level]
         slots = torch.cat((slots, write_slots), dim=1)
         hidden = model.features(lane_tokens, hidden, positions + level, write_slots, slots, seen)
-        logits = model.target.lm_head(hidden)
-        probabilities, children = first_level(logits, k)
+        probabilities, children = first_level(model.target.lm_head(hidden), k)
         path_scores = lane_scores.unsqueeze(2) * probabilities
-        path_scores = path_scores.flatten(1)
-        children = children.flatten(1)
         first = tokens.shape[1]
-        tokens = torch.cat((tokens, children), dim=1)
-        scores = torch.cat((scores, path_scores), dim=1)
+        tokens = torch.cat((tokens, children.flatten(1)), dim=1)
+        scores = torch.cat((scores, path_scores.flatten(1)), dim=1)
 
     # A stable sort: at equal scores the parent comes first, so that no chosen node lacks its parent.
     ranked = scores.argsort(dim=1, descending=True, stable=True)
     budget = model.config.num_draft_tokens - 1  # the root is given
-    best = ranked[:, :budget]
-    chosen, _ = best.sort()
-    tokens = tokens.gather(1, chosen)
-    return DraftOutput(parents, chosen, tokens, scores)
+    chosen, _ = ranked[:, :budget].sort()
+    return DraftOutput(parents, chosen, tokens.gather(1, chosen), scores)
 
 
 class DraftExtendOutput(NamedTuple):
@@ -279,17 +242,12 @@ def draft_extend_forward(model: DraftModel, batch: DraftExtendBatch) -> DraftExt
     """
     w = model.config.num_draft_tokens
     prefix = batch.seq_lens - batch.extend_seq_lens
-    rows = torch.arange(1, w + 1, device=prefix.device)
-    lens = prefix.unsqueeze(1) + rows
+    lens = prefix.unsqueeze(1) + torch.arange(1, w + 1, device=prefix.device)
     lens = lens.clamp(min=1)  # a request of padding is shorter than w; its rows see one column
-    slots = model.req_to_token[batch.req_pool_indices]
-    slots, mask = prefix_slots(slots, lens)
-    input_ids = batch.input_ids.view(-1, w)
-    hidden = batch.hidden_states.unflatten(0, (-1, w))
-    positions = batch.positions.view(-1, w)
-    write_slots = batch.out_cache_loc.view(-1, w)
-    hidden = model.features(input_ids, hidden, positions, write_slots, slots, mask)
-    hidden = hidden.flatten(0, 1)
+    slots, mask = prefix_slots(model.req_to_token, batch.req_pool_indices, lens)
+    by_row = batch.input_ids, batch.hidden_states, batch.positions, batch.out_cache_loc
+    by_request = [rows.unflatten(0, (-1, w)) for rows in by_row]
+    hidden = model.features(*by_request, slots, mask).flatten(0, 1)
     if batch.select_index is not None:
         hidden = hidden[batch.select_index]
     logits = model.target.lm_head(hidden)
@@ -303,14 +261,11 @@ def load_trained(config: EagleConfig, device: Device = "cpu"):
     from safetensors.torch import load_file
 
     models = both_models(config)
-    weights = load_file(TRAINED / "tiny.safetensors")
-    models.load_state_dict(weights)
-    models.to(device)
-    return models["target"], models["head"]
+    models.load_state_dict(load_file(TRAINED / "tiny.safetensors"))
+    return models["target"].to(device), models["head"].to(device)
 
 
 def load_prompts() -> list[list[int]]:
     """The held-out prompts of data/models: starts of lines, cut at ragged lengths, as bytes."""
     text = (TRAINED / "prompts.txt").read_bytes()
-    lines = text.splitlines()
-    return [list(b"\n" + line) for line in lines]
+    return [list(b"\n" + line) for line in text.splitlines()]

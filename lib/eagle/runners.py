@@ -7,7 +7,7 @@ the runner's `strategy` (lib/strategies.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from operator import attrgetter
@@ -37,20 +37,16 @@ class InputBuffers:
         self.fields = fields
         self.inputs = {}  # by name a `StaticInput`
         self.of_storage = {}
-        self.host_pads = {}
         for field in fields:
-            shape = field.shape(config.max_batch_size)
             where = "cpu" if field.host else device
+            shape = field.shape(config.max_batch_size)
             buffer = torch.full(shape, field.pad or 0, dtype=field.dtype, device=where)
             # Rows of a large field need no padding: no real row depends on them.
             pad = None if field.large and not field.fill_if_missing else field.pad
-            static = StaticInput(
+            self.inputs[field.name] = StaticInput(
                 buffer, field.rows, pad, field.required, field.fill_if_missing, field.dim, field.source_dtype
             )
-            self.inputs[field.name] = static
             self.of_storage[buffer.untyped_storage()._cdata] = field
-            if field.host:
-                self.host_pads[field.name] = buffer.clone()
         self.tensors = {name: static.buffer for name, static in self.inputs.items()}
         self.values = attrgetter(*self.inputs)
 
@@ -60,7 +56,7 @@ class InputBuffers:
 
     def static_inputs(self) -> dict[str, StaticInput]:
         """The device fields for a `ReplayCopies`."""
-        return {name: static for name, static in self.inputs.items() if name not in self.host_pads}
+        return {field.name: self.inputs[field.name] for field in self.fields if not field.host}
 
     def route(self, route: Callable, pairs: Pairs) -> list[Call]:
         """The calls of a route of ROUTES for what lies on the device, and copies in host memory."""
@@ -77,31 +73,27 @@ class InputBuffers:
     def step(self, batch: Batch, captured: int) -> tuple[Step, list[Call]]:
         """The step as SGLang lays it out: views cut anew, whole buffers filled where the batch is padded; and
         what fills the buffers in host memory. Raises ValueError, naming the field that is not as expected."""
-        step = Step()
-        on_host = []
+        step, host = Step(), Step()
         batch_size = batch.batch_size
-        padded = captured > batch_size
         for field, source in zip(self.fields, self.values(batch)):
-            name = field.name
-            rows = self.inputs[name].between(0, batch_size)
+            static = self.inputs[field.name]
+            rows = static.between(0, batch_size)
             comes = source is not None
             if comes or field.required:
                 expected = rows.shape, field.source_dtype, rows.device
                 got = SIGNATURE(source) if isinstance(source, Tensor) else type(source)
                 if got != expected:
-                    raise ValueError(f"{name}: expected {expected}, got {got}")
-            if padded and field.host:
-                on_host.append((self.tensors[name], self.host_pads[name]))
-            elif padded and field.pad is not None:
-                step.fills.append((self.tensors[name], field.pad))
+                    raise ValueError(f"{field.name}: expected {expected}, got {got}")
+            side = host if field.host else step
+            if captured > batch_size and field.pad is not None:
+                side.fills.append((static.buffer, field.pad))
             elif field.fill_if_missing and not comes:
-                step.fills.append((rows, field.pad))
-            if comes and field.host:
-                on_host.append((rows, source))
-            elif comes:
-                side = step.large if field.large else step.small
-                side[name] = rows, source
-        return step, host_copies(on_host)
+                side.fills.append((rows, field.pad))
+            if comes:
+                pairs = side.large if field.large else side.small
+                pairs[field.name] = rows, source
+        fills = [(buffer, torch.full_like(buffer, pad)) for buffer, pad in host.fills]
+        return step, host_copies(fills + host.pairs)
 
 
 def host_copies(pairs: Pairs) -> list[Call]:
@@ -147,8 +139,7 @@ class GraphRunner:
         self.buffers = InputBuffers(config, config.table(self.batch_class.table), self.device)
         self.kept = {}  # the copies of the strategies whose calls can be kept
         for name, route in ROUTES.items():
-            route = partial(self.buffers.route, route)
-            self.kept[name] = ReplayCopies(self.buffers.inputs, route=route)
+            self.kept[name] = ReplayCopies(self.buffers.inputs, route=partial(self.buffers.route, route))
         self.one_allocation = one_allocation
         self.copy_in_graph = copy_in_graph
         self.placed = one_allocation or copy_in_graph
@@ -168,29 +159,27 @@ class GraphRunner:
         graphs = {}
         for captured in reversed(self.config.capture_batch_sizes):
             producer = self.producer(captured)
-            tensors = list(producer.inputs.tensors().values())
-            for static in producer.outputs.values():
-                tensors.append(static.buffer)
-            held = [tensor.clone() for tensor in tensors]
+            memory = list(producer.inputs.tensors().values())
+            memory += [static.buffer for static in producer.outputs.values()]
+            held = [tensor.clone() for tensor in memory]
             for static in producer.outputs.values():
                 static.buffer.fill_(static.pad or 0)
             run(producer.before)
-            try:
-                graphs[captured] = capture(partial(self._compute, producer))
-            finally:
-                for tensor, value in zip(tensors, held):
-                    tensor.copy_(value)
-        self.graphs = graphs
 
-    def _compute(self, producer: Producer) -> NamedTuple:
-        run(producer.inside)
-        return type(self).forward(self.model, producer.inputs)
+            def compute(producer=producer):
+                run(producer.inside)
+                return type(self).forward(self.model, producer.inputs)
+
+            try:
+                graphs[captured] = capture(compute)
+            finally:
+                torch._foreach_copy_(memory, held)
+        self.graphs = graphs
 
     @torch.inference_mode(False)
     def _producer(self, captured: int) -> Producer:
         rows = self.buffers.rows(captured)
-        inputs = {name: rows[name] for name in self.buffers.static_inputs()}
-        outputs = inputs
+        inputs = outputs = {name: rows[name] for name in self.buffers.static_inputs()}
         calls = []
         if self.placed:
             staged, outputs = in_one_block(inputs)
@@ -201,27 +190,21 @@ class GraphRunner:
         written = {}
         for name, tensor in (rows | outputs).items():
             written[name] = replace(self.buffers.inputs[name], buffer=tensor)
-        read = self.batch_class(**rows | inputs)
-        if self.copy_in_graph:
-            return Producer(read, written, before=[], inside=calls)
-        return Producer(read, written, before=calls, inside=[])
+        before, inside = ([], calls) if self.copy_in_graph else (calls, [])
+        return Producer(self.batch_class(**rows | inputs), written, before, inside)
 
     @torch.no_grad()
-    def inputs(self, batch_size: int, names: Iterable[str] | None = None) -> Batch:
-        """A batch to write in place: views of where the graph's sources lie, padding written behind them.
+    def inputs(self, batch_size: int) -> Batch:
+        """A batch to write in place: views of where the graph's sources lie. Padding is written everywhere.
 
         Valid until the next such call, or `copy_inputs` of another batch; its own makes no call but the one
-        of one_allocation. names: the fields that come, all where not given.
+        of one_allocation.
         """
-        captured = self.padded_batch_size(batch_size)
         batch = self.batch_class()
-        for name, field in self.producer(captured).outputs.items():
-            first = 0
-            if names is None or name in names:
-                first = batch_size
-                setattr(batch, name, field.between(0, batch_size))
+        for name, field in self.producer(self.padded_batch_size(batch_size)).outputs.items():
+            setattr(batch, name, field.between(0, batch_size))
             if field.pad is not None:
-                field.between(first, captured).fill_(field.pad)
+                field.buffer.fill_(field.pad)
         self.placed_batch = batch
         self.lent.add(batch)
         return batch
@@ -229,11 +212,13 @@ class GraphRunner:
     @torch.no_grad()
     def place(self, batch: Batch) -> Batch:
         """Write the batch where this runner's sources have to lie: as `inputs`. Raises as `copy_inputs`."""
-        captured = self.padded_batch_size(batch.batch_size)
-        self.buffers.step(batch, captured)  # for its errors
-        placed = self.inputs(batch.batch_size, batch.tensors())
-        for name, tensor in placed.tensors().items():
-            tensor.copy_(getattr(batch, name))
+        batch_size = batch.batch_size
+        self.buffers.step(batch, self.padded_batch_size(batch_size))  # for its errors
+        placed = self.inputs(batch_size)
+        for name, rows in placed.tensors().items():
+            source = getattr(batch, name)
+            if source is not None:
+                rows.copy_(source)
         return placed
 
     def padded_batch_size(self, batch_size: int) -> int:
@@ -279,11 +264,7 @@ class GraphRunner:
         if not self.graphs:
             self.capture()
         outputs = self.graphs[captured].replay()
-        cut = []
-        for tensor in outputs:
-            rows = len(tensor) // captured * batch_size
-            cut.append(tensor[:rows])
-        return outputs._make(cut)
+        return outputs._make(rows[: len(rows) // captured * batch_size] for rows in outputs)
 
     def replay(self, batch: Batch) -> NamedTuple:
         """Copy the inputs and replay; outputs are valid until the next replay. Raises as `copy_inputs`."""
