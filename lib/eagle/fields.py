@@ -1,9 +1,8 @@
 """What a replay copies: the field tables by date, sizes, and the batches they describe.
 
-The tables are those of SGLang's `EAGLEDraftCudaGraphRunner` and `EAGLEDraftExtendCudaGraphRunner`; runners
-read there how large a buffer is, what pads it, what is required and what is large. A new field is a row in a
-table. One departure: where the width of hidden_states differs (EAGLE-3), SGLang leaves out the copy and the
-rows of an earlier step stay; here that is an error.
+The tables are those of SGLang's `EAGLEDraftCudaGraphRunner` and `EAGLEDraftExtendCudaGraphRunner`; a new
+field is a row. One departure: where the width of hidden_states differs (EAGLE-3), SGLang leaves out the copy
+and the rows of an earlier step stay; here that is an error.
 """
 
 from __future__ import annotations
@@ -48,16 +47,14 @@ Optional = partial(Field, required=False)
 Rare = partial(Optional, rare=True)
 October = partial(Rare, october=True)
 
-# The attention back end's fill value: a padded request has one token, so that no softmax is over nothing.
-SEQ_LEN_FILL_VALUE = 1
-
 
 def tables(config: EagleConfig) -> dict[str, tuple[Field, ...]]:
-    """All rows: those of mid June 2026, sglang pull request 28465, and what 0.5.23 (October 2026) has beyond,
-    without the two fills of data parallelism, which no batch brings."""
+    """Mid June 2026, sglang pull request 28465, then what 0.5.23 (October 2026) has beyond, without the two
+    fills of data parallelism, which no batch brings."""
     k, s, w = config.topk, config.num_steps, config.num_draft_tokens
     hidden = {"dtype": config.dtype, "columns": (config.hidden_size,), "large": True}
-    lengths = {"dtype": int64, "pad": SEQ_LEN_FILL_VALUE}
+    # Padded with the attention back end's fill value: of one token, so that no softmax is over nothing.
+    lengths = {"dtype": int64, "pad": 1}
     return {
         "draft": (
             Field("seq_lens", **lengths),
@@ -169,8 +166,7 @@ class EagleConfig:
         return 1 + self.max_batch_size * (self.max_context_len + self.slots_per_step)
 
     def request_table(self, device: Device) -> Tensor:
-        """KV slots of each request, (1 + max_batch_size, max_context_len + slots_per_step) int64; the first
-        row is padding's."""
+        """The KV slots of every request, a row each, (1 + max_batch_size, n) int64; row 0 is padding's."""
         slots = torch.arange(1, self.kv_slots, device=device).view(self.max_batch_size, -1)
         return F.pad(slots, (0, 0, 1, 0))
 
@@ -264,11 +260,8 @@ class DraftBatch(attributes("draft"), Batch):
 
 
 class DraftExtendBatch(attributes("draft_extend"), Batch):
-    """Inputs of the draft-extend graph: w rows a request, of which the first `num_accept_tokens` count.
-
-    `seq_lens` includes the w rows, so the prefix a row sees is `seq_lens - extend_seq_lens`. `select_index`
-    is the last row that counts, for layouts whose graph picks it.
-    """
+    """Inputs of the draft-extend graph: w rows a request, of which the first `num_accept_tokens` count, up to
+    `select_index`. `seq_lens` includes all w, so the prefix they see is `seq_lens - extend_seq_lens`."""
 
     @classmethod
     def of(cls, config, requests, lens, slots, accepted, **fields: Tensor) -> Self:
@@ -288,3 +281,9 @@ class DraftExtendBatch(attributes("draft_extend"), Batch):
             select_index=rows[:, 0] + accepted - 1,
             **fields,
         )
+
+
+def first_level(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Probabilities (float32) and indices of the k best tokens, (..., k); all ones for k = 1 (SGLang)."""
+    probs, index = torch.softmax(logits.float(), dim=-1).topk(k, dim=-1)
+    return (torch.ones_like(probs) if k == 1 else probs), index

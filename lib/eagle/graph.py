@@ -43,9 +43,7 @@ class EagerGraph:
         self.outputs = outputs._make(tensor.clone() for tensor in outputs)
 
     def replay(self) -> NamedTuple:
-        fresh = self.compute()
-        for static, tensor in zip(self.outputs, fresh, strict=True):
-            static.copy_(tensor)
+        torch._foreach_copy_(self.outputs, self.compute())
         return self.outputs
 
 

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.types import Device
 
-from lib.eagle.fields import DraftBatch, DraftExtendBatch, EagleConfig
+from lib.eagle.fields import DraftBatch, DraftExtendBatch, EagleConfig, first_level
 
 TRAINED = Path(__file__).parents[2] / "data/models"
 
@@ -34,29 +34,39 @@ def causal_attention(layer, q, k, v):
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def pool_attention(pool, write_slots, read_slots, mask, layer, q, k, v):
-    """Writes the new rows' keys and values to slots (B, T) of the pool, then attends over others, (B, C).
+@dataclass
+class PoolAttention:
+    """Writes the new rows' keys and values to the pool, then attends over what it holds.
 
-    mask (B, T, C) is true where a row sees a column. A column that no row may see must still name a slot of
-    the request itself: a masked weight of 0 times a NaN is a NaN, and slot 0 holds what padding left there.
+    A column that no row may see must still name a slot of the request itself: a masked weight of 0 times a
+    NaN is a NaN, and slot 0 holds what padding left there.
     """
-    slots = pool[layer]
-    written = torch.cat((k, v), dim=1).transpose(1, 2)
-    slots[write_slots] = written.flatten(2)
-    read = F.embedding(read_slots, slots).unflatten(2, written.shape[2:])
-    k, v = read.transpose(1, 2).chunk(2, dim=1)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.unsqueeze(1))
+
+    pool: Tensor  # of `EagleConfig.kv_pool`
+    write_slots: Tensor  # (B, T)
+    read_slots: Tensor  # (B, C)
+    mask: Tensor  # (B, T, C), true where a row sees a column
+
+    def __call__(self, layer, q, k, v):
+        slots = self.pool[layer]
+        written = torch.cat((k, v), dim=1).transpose(1, 2)
+        slots[self.write_slots] = written.flatten(2)
+        read = F.embedding(self.read_slots, slots).unflatten(2, written.shape[2:])
+        k, v = read.transpose(1, 2).chunk(2, dim=1)
+        mask = self.mask.unsqueeze(1)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
 def prefix_slots(req_to_token, requests, lens):
-    """Slots (B, C) of requests (B,), of which a row sees the first `lens` (B, T): and the mask (B, T, C).
+    """Slots (B, C) of requests (B,), and a mask (B, T, C): a row sees the first `lens` (B, T).
 
     No row may see more than the last. Columns that it does not see repeat the request's first slot.
     """
     slots = req_to_token[requests]
     columns = torch.arange(slots.shape[1], device=slots.device)
     mask = columns < lens.unsqueeze(2)
-    return torch.where(mask[:, -1], slots, slots[:, :1]), mask
+    slots = torch.where(mask[:, -1], slots, slots[:, :1])
+    return slots, mask
 
 
 def rotate(x, positions):
@@ -64,10 +74,12 @@ def rotate(x, positions):
     first, second = x.chunk(2, dim=3)
     half = first.shape[3]
     steps = torch.arange(half, device=x.device)
-    angles = positions[:, None, :, None] * 10000.0 ** (-steps / half)
+    frequencies = 10000.0 ** (-steps / half)
+    angles = positions[:, None, :, None] * frequencies
     cos = angles.cos().to(x.dtype)
     sin = angles.sin().to(x.dtype)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=3)
+    turned = first * cos - second * sin, second * cos + first * sin
+    return torch.cat(turned, dim=3)
 
 
 class DecoderLayer(nn.Module):
@@ -87,16 +99,16 @@ class DecoderLayer(nn.Module):
         self.down = Linear(inner, hidden)
 
     def forward(self, x, positions, attention):
-        qkv = self.qkv(self.attn_norm(x))
-        qkv = qkv.unflatten(2, (3 * self.heads, -1))
+        normed = self.attn_norm(x)
+        qkv = self.qkv(normed).unflatten(2, (3 * self.heads, -1))
         q, k, v = qkv.transpose(1, 2).chunk(3, dim=1)
         q = rotate(q, positions)
         k = rotate(k, positions)
         mixed = attention(self.index, q, k, v)
         mixed = mixed.transpose(1, 2)
         x = x + self.out(mixed.flatten(2))
-        gate_up = self.gate_up(self.mlp_norm(x))
-        gate, up = gate_up.chunk(2, dim=2)
+        normed = self.mlp_norm(x)
+        gate, up = self.gate_up(normed).chunk(2, dim=2)
         return x + self.down(F.silu(gate) * up)
 
 
@@ -107,7 +119,9 @@ class TargetModel(nn.Module):
         super().__init__()
         hidden = config.hidden_size
         self.embed = nn.Embedding(config.vocab_size, hidden)
-        self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_target_layers))
+        self.layers = nn.ModuleList()
+        for index in range(config.num_target_layers):
+            self.layers.append(DecoderLayer(config, index))
         self.norm = RMSNorm(hidden)
         self.lm_head = Linear(hidden, config.vocab_size)
 
@@ -129,7 +143,8 @@ class EagleHead(nn.Module):
 
     def forward(self, embedded, hidden, positions, attention):
         """Embedded tokens and hidden (B, T, H), positions (B, T) -> features (B, T, H)."""
-        x = self.fc(torch.cat((embedded, hidden), dim=2))
+        pair = torch.cat((embedded, hidden), dim=2)
+        x = self.fc(pair)
         return self.layer(x, positions, attention)
 
 
@@ -146,8 +161,8 @@ class DraftModel:
     config: EagleConfig
     target: TargetModel  # for its embedding and LM head
     head: EagleHead
-    kv: Tensor  # (1, slots, 2 * H), see `EagleConfig.kv_pool`
-    req_to_token: Tensor  # see `EagleConfig.request_table`
+    kv: Tensor  # of `EagleConfig.kv_pool`, one layer
+    req_to_token: Tensor  # of `EagleConfig.request_table`
 
     @classmethod
     def random(cls, config: EagleConfig, device: Device = "cpu", seed: int = 0) -> DraftModel:
@@ -156,18 +171,19 @@ class DraftModel:
             torch.manual_seed(seed)
             models = both_models(replace(config, num_target_layers=0))
             kv = config.kv_pool(1, device).normal_()
-        return cls(config, models["target"], models["head"], kv, config.request_table(device))
+        return cls(
+            config,
+            target=models["target"],
+            head=models["head"],
+            kv=kv,
+            req_to_token=config.request_table(device),
+        )
 
     def features(self, tokens, hidden, positions, write_slots, read_slots, mask):
         """The head over tokens and hidden, written to and read from the pool: (B, T, H)."""
-        attention = partial(pool_attention, self.kv, write_slots, read_slots, mask)
-        return self.head(self.target.embed(tokens), hidden, positions, attention)
-
-
-def first_level(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Probabilities (float32) and indices of the k best tokens, (..., k); all ones for k = 1 (SGLang)."""
-    probs, index = torch.softmax(logits.float(), dim=-1).topk(k, dim=-1)
-    return (torch.ones_like(probs) if k == 1 else probs), index
+        attention = PoolAttention(self.kv, write_slots, read_slots, mask)
+        embedded = self.target.embed(tokens)
+        return self.head(embedded, hidden, positions, attention)
 
 
 class DraftOutput(NamedTuple):
@@ -183,15 +199,15 @@ class DraftOutput(NamedTuple):
 def draft_forward(model: DraftModel, batch: DraftBatch) -> DraftOutput:
     """Grow the tree over s levels: the first is given, the head runs s - 1 times, k branches at a time.
 
-    A branch sees the committed prefix and its true ancestors, wherever their lanes were (SGLang's lanes keep
-    their own history instead).
+    A branch sees the committed prefix and its true ancestors (SGLang's lanes keep their own history).
     """
     tokens = batch.topk_index  # of all candidates so far, as their scores
     scores = batch.topk_p
     bs, k = tokens.shape
     lane_slots = batch.out_cache_loc.view(bs, k, -1)
     positions = batch.positions.view(bs, k)
-    itself = torch.eye(k, dtype=torch.bool, device=tokens.device).expand(bs, k, k)
+    itself = torch.eye(k, dtype=torch.bool, device=tokens.device)
+    itself = itself.expand(bs, k, k)
     # At first the committed text is the only lane. Slots (bs, C) are what lanes read, seen what each sees.
     parents = torch.full_like(tokens[:, :1], -1)
     hidden = batch.hidden_states.unsqueeze(1)
@@ -211,17 +227,24 @@ def draft_forward(model: DraftModel, batch: DraftBatch) -> DraftOutput:
         write_slots = lane_slots[..., level]
         slots = torch.cat((slots, write_slots), dim=1)
         hidden = model.features(lane_tokens, hidden, positions + level, write_slots, slots, seen)
-        probabilities, children = first_level(model.target.lm_head(hidden), k)
+        logits = model.target.lm_head(hidden)
+        probabilities, children = first_level(logits, k)
         path_scores = lane_scores.unsqueeze(2) * probabilities
         first = tokens.shape[1]
-        tokens = torch.cat((tokens, children.flatten(1)), dim=1)
+        children = children.flatten(1)
+        tokens = torch.cat((tokens, children), dim=1)
         scores = torch.cat((scores, path_scores.flatten(1)), dim=1)
 
     # A stable sort: at equal scores the parent comes first, so that no chosen node lacks its parent.
     ranked = scores.argsort(dim=1, descending=True, stable=True)
     budget = model.config.num_draft_tokens - 1  # the root is given
     chosen, _ = ranked[:, :budget].sort()
-    return DraftOutput(parents, chosen, tokens.gather(1, chosen), scores)
+    return DraftOutput(
+        parent_list=parents,
+        top_scores_index=chosen,
+        draft_tokens=tokens.gather(1, chosen),
+        scores=scores,
+    )
 
 
 class DraftExtendOutput(NamedTuple):
@@ -237,17 +260,23 @@ class DraftExtendOutput(NamedTuple):
 def draft_extend_forward(model: DraftModel, batch: DraftExtendBatch) -> DraftExtendOutput:
     """The head over w rows a request; row r sees the prefix (seq_lens - extend_seq_lens) and rows 0 to r.
 
-    The next draft starts from row i * w + accepted - 1 of request i. With `select_index` (bs,), the
-    LM head computes these rows only, as in SGLang of October 2026; without it, all bs * w.
+    The next draft starts from row i * w + accepted - 1 of request i. With `select_index` the LM head computes
+    these alone, as in SGLang of October 2026.
     """
     w = model.config.num_draft_tokens
     prefix = batch.seq_lens - batch.extend_seq_lens
     lens = prefix.unsqueeze(1) + torch.arange(1, w + 1, device=prefix.device)
     lens = lens.clamp(min=1)  # a request of padding is shorter than w; its rows see one column
     slots, mask = prefix_slots(model.req_to_token, batch.req_pool_indices, lens)
-    by_row = batch.input_ids, batch.hidden_states, batch.positions, batch.out_cache_loc
-    by_request = [rows.unflatten(0, (-1, w)) for rows in by_row]
-    hidden = model.features(*by_request, slots, mask).flatten(0, 1)
+    hidden = model.features(
+        batch.input_ids.view(-1, w),
+        batch.hidden_states.unflatten(0, (-1, w)),
+        batch.positions.view(-1, w),
+        batch.out_cache_loc.view(-1, w),
+        slots,
+        mask,
+    )
+    hidden = hidden.flatten(0, 1)
     if batch.select_index is not None:
         hidden = hidden[batch.select_index]
     logits = model.target.lm_head(hidden)
@@ -257,11 +286,12 @@ def draft_extend_forward(model: DraftModel, batch: DraftExtendBatch) -> DraftExt
 
 def load_trained(config: EagleConfig, device: Device = "cpu"):
     """Target and head of data/models in the config's dtype. RuntimeError where its sizes are not theirs."""
-    # Here, since scripts/record.py does without it, on a GPU machine with little more than torch.
+    # Here, since scripts/record.py runs where there is little more than torch.
     from safetensors.torch import load_file
 
     models = both_models(config)
-    models.load_state_dict(load_file(TRAINED / "tiny.safetensors"))
+    weights = load_file(TRAINED / "tiny.safetensors")
+    models.load_state_dict(weights)
     return models["target"].to(device), models["head"].to(device)
 
 

@@ -22,10 +22,10 @@ from lib.eagle.fields import Batch, DraftBatch, DraftExtendBatch, EagleConfig, F
 from lib.eagle.graph import capturer
 from lib.eagle.model import DraftModel, draft_extend_forward, draft_forward
 from lib.launches import Launch, launches
+from lib.packed import ALIGNMENT
 from lib.strategies import ROUTES, STRATEGIES, Step
 
 SIGNATURE = attrgetter("shape", "dtype", "device")
-ALIGNMENT = 16  # bytes, of each field in one allocation: the widest access of a thread
 Named = dict[str, Tensor]
 
 
@@ -41,10 +41,15 @@ class InputBuffers:
             where = "cpu" if field.host else device
             shape = field.shape(config.max_batch_size)
             buffer = torch.full(shape, field.pad or 0, dtype=field.dtype, device=where)
-            # Rows of a large field need no padding: no real row depends on them.
-            pad = None if field.large and not field.fill_if_missing else field.pad
+            unpadded = field.large and not field.fill_if_missing  # no real row depends on the others
             self.inputs[field.name] = StaticInput(
-                buffer, field.rows, pad, field.required, field.fill_if_missing, field.dim, field.source_dtype
+                buffer,
+                rows=field.rows,
+                pad=None if unpadded else field.pad,
+                required=field.required,
+                fill_if_missing=field.fill_if_missing,
+                dim=field.dim,
+                source_dtype=field.source_dtype,
             )
             self.of_storage[buffer.untyped_storage()._cdata] = field
         self.tensors = {name: static.buffer for name, static in self.inputs.items()}
@@ -71,8 +76,8 @@ class InputBuffers:
         return route(on_device) + host_copies(on_host)
 
     def step(self, batch: Batch, captured: int) -> tuple[Step, list[Call]]:
-        """The step as SGLang lays it out: views cut anew, whole buffers filled where the batch is padded; and
-        what fills the buffers in host memory. Raises ValueError, naming the field that is not as expected."""
+        """The step as SGLang lays it out, views cut anew and whole buffers filled where the batch is padded;
+        and what fills buffers in host memory. ValueError names the field that is not as expected."""
         step, host = Step(), Step()
         batch_size = batch.batch_size
         for field, source in zip(self.fields, self.values(batch)):
@@ -104,7 +109,7 @@ class Producer(NamedTuple):
     """Where the sources of one captured size lie for good, and what is left to do with them."""
 
     inputs: Batch  # what the graph reads
-    outputs: dict[str, StaticInput]  # where the producer writes
+    outputs: Named  # where the producer writes
     before: list[Call]  # before a replay
     inside: list[Call]  # in the graph
 
@@ -114,10 +119,10 @@ class GraphRunner:
 
     Args:
         strategy: a name in `STRATEGIES`, or such a function; may be set anew at any time.
-        model: head, KV pool and request table. None builds one with seeded random weights at the first
-            capture, so that buffers, copies and launch counts of a large preset need no gigabytes.
+        model: head, KV pool and request table. None: of seeded random weights, made at the first capture, so
+            that copies and launch counts of a large preset need no gigabytes.
         one_allocation: all inputs of a size in one block, copied from another by one memcpy.
-        copy_in_graph: the copies are part of the captured graph, from fixed addresses.
+        copy_in_graph: the captured graph copies, from fixed addresses.
             With either one batches have to come from `place` or `inputs`.
     """
 
@@ -159,11 +164,10 @@ class GraphRunner:
         graphs = {}
         for captured in reversed(self.config.capture_batch_sizes):
             producer = self.producer(captured)
-            memory = list(producer.inputs.tensors().values())
-            memory += [static.buffer for static in producer.outputs.values()]
+            memory = [*producer.inputs.tensors().values(), *producer.outputs.values()]
             held = [tensor.clone() for tensor in memory]
-            for static in producer.outputs.values():
-                static.buffer.fill_(static.pad or 0)
+            for name, buffer in producer.outputs.items():
+                buffer.fill_(self.buffers.inputs[name].pad or 0)
             run(producer.before)
 
             def compute(producer=producer):
@@ -182,29 +186,28 @@ class GraphRunner:
         inputs = outputs = {name: rows[name] for name in self.buffers.static_inputs()}
         calls = []
         if self.placed:
-            staged, outputs = in_one_block(inputs)
+            staged, outputs = in_one_block(inputs, self.device)
             calls = grouped_dma(zip(inputs.values(), outputs.values()))
         if self.one_allocation:
-            static, inputs = in_one_block(inputs)
+            static, inputs = in_one_block(inputs, self.device)
             calls = [Call("copy_", [static], [staged])]
-        written = {}
-        for name, tensor in (rows | outputs).items():
-            written[name] = replace(self.buffers.inputs[name], buffer=tensor)
-        before, inside = ([], calls) if self.copy_in_graph else (calls, [])
-        return Producer(self.batch_class(**rows | inputs), written, before, inside)
+        return Producer(
+            inputs=self.batch_class(**rows | inputs),
+            outputs=rows | outputs,
+            before=[] if self.copy_in_graph else calls,
+            inside=calls if self.copy_in_graph else [],
+        )
 
     @torch.no_grad()
     def inputs(self, batch_size: int) -> Batch:
-        """A batch to write in place: views of where the graph's sources lie. Padding is written everywhere.
-
-        Valid until the next such call, or `copy_inputs` of another batch; its own makes no call but the one
-        of one_allocation.
-        """
+        """A batch to write in place: views of where the graph's sources lie, holding padding. Valid until the
+        next such call, or `copy_inputs` of another batch; its own makes no call but one_allocation's."""
         batch = self.batch_class()
-        for name, field in self.producer(self.padded_batch_size(batch_size)).outputs.items():
+        for name, buffer in self.producer(self.padded_batch_size(batch_size)).outputs.items():
+            field = replace(self.buffers.inputs[name], buffer=buffer)
             setattr(batch, name, field.between(0, batch_size))
             if field.pad is not None:
-                field.buffer.fill_(field.pad)
+                buffer.fill_(field.pad)
         self.placed_batch = batch
         self.lent.add(batch)
         return batch
@@ -229,11 +232,9 @@ class GraphRunner:
         raise ValueError(f"batch size: expected 1 to {self.config.max_batch_size}, got {batch_size}")
 
     def calls(self, batch: Batch) -> list[Call]:
-        """What fills the buffers with this batch, padding and host fields included.
-
-        Raises ValueError for a batch larger than the largest captured, a missing required field, a wrong
-        shape, dtype or device, one that `place` did not return where it has to; and as the strategy does.
-        """
+        """What fills the buffers with this batch, padding and host fields included. ValueError: it is larger
+        than the largest captured, lacks a required field, has a wrong shape, dtype or device, or does not lie
+        where it has to. Raises as the strategy, too."""
         batch_size = batch.batch_size
         captured = self.padded_batch_size(batch_size)
         if batch is self.placed_batch:
@@ -272,15 +273,13 @@ class GraphRunner:
         return self.replay_graph(batch.batch_size)
 
 
-def in_one_block(tensors: Named) -> tuple[Tensor, Named]:
+def in_one_block(tensors: Named, device: torch.device) -> tuple[Tensor, Named]:
     """Bytes for all tensors, and views of them of their shapes and dtypes, each aligned. Starts as 0."""
     sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors.values()]
-    device = next(iter(tensors.values())).device
     block = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
     views = {}
     for (name, tensor), part in zip(tensors.items(), block.split(sizes)):
-        part = part[: tensor.nbytes].view(tensor.dtype)
-        views[name] = part.view(tensor.shape)
+        views[name] = part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
     return block, views
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -17,16 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.types import Device
 
-from lib.eagle.fields import DraftBatch, DraftExtendBatch, EagleConfig
+from lib.eagle.fields import DraftBatch, DraftExtendBatch, EagleConfig, first_level
 from lib.eagle.model import (
     DraftExtendOutput,
     DraftModel,
     DraftOutput,
     EagleHead,
+    PoolAttention,
     TargetModel,
     causal_attention,
-    first_level,
-    pool_attention,
     prefix_slots,
 )
 from lib.eagle.runners import EagleDraftCudaGraphRunner, EagleDraftExtendCudaGraphRunner
@@ -41,19 +39,11 @@ class Request:
     output: list[int] = field(default_factory=list)
     accept_lengths: list[int] = field(default_factory=list)  # tokens gained by each step, bonus included
     req_pool_index: int = 0
-    draft_input: tuple[Tensor, ...] = ()  # its row of DRAFT_INPUT, left by draft-extend or by the prefill
-
-    @property
-    def committed(self) -> int:
-        """How many of its tokens have keys and values in the pools: all but the last."""
-        return len(self.prompt) + len(self.output) - 1
+    draft_input: tuple[Tensor, ...] = ()  # where its next draft starts: DraftExtendOutput without logits
 
     @property
     def finished(self) -> bool:
         return len(self.output) >= self.max_new_tokens
-
-
-DRAFT_INPUT = DraftExtendOutput._fields[1:]  # what a draft starts from: hidden_states, topk_p, topk_index
 
 
 class Tree(NamedTuple):
@@ -69,9 +59,11 @@ def build_tree(root: Tensor, draft: DraftOutput, topk: int, num_steps: int) -> T
     chosen = draft.top_scores_index
     parents = draft.parent_list.gather(1, chosen // topk)
     # Node i + 1 is the i-th candidate chosen; children of the root have the parent -1, smaller than any.
-    nodes = F.pad(torch.searchsorted(chosen, parents, right=True), (1, 0))
+    nodes = torch.searchsorted(chosen, parents, right=True)
+    nodes = F.pad(nodes, (1, 0))
     bs, w = nodes.shape
-    mask = torch.eye(w, dtype=torch.bool, device=root.device).expand(bs, w, w)
+    mask = torch.eye(w, dtype=torch.bool, device=root.device)
+    mask = mask.expand(bs, w, w)
     for _ in range(num_steps):
         mask = mask | mask.take_along_dim(nodes.unsqueeze(2), dim=1)
     tokens = torch.cat((root.unsqueeze(1), draft.draft_tokens), dim=1)
@@ -80,9 +72,7 @@ def build_tree(root: Tensor, draft: DraftOutput, topk: int, num_steps: int) -> T
 
 def accept_greedy(tree: Tree, predictions: Tensor) -> Tensor:
     """(bs, w) bool: nodes whose whole path is what the target predicts after each node, predictions (bs, w).
-
-    They form one path, since siblings carry different tokens: the best of one distribution.
-    """
+    They form one path, since siblings carry different tokens: the best of one distribution."""
     agrees = tree.tokens == predictions.gather(1, tree.parents)
     agrees[:, 0] = True  # the root
     whole = agrees.unsqueeze(1) | ~tree.mask
@@ -92,18 +82,16 @@ def accept_greedy(tree: Tree, predictions: Tensor) -> Tensor:
 class EagleWorker:
     """Target, draft head, their pools and both graph runners; `submit` requests, then `step` or `run`.
 
-    Args:
-        config: its dtype is the models'; its largest capture batch size bounds the running batch.
-        target, head: e.g. from `load_trained(config, device)`.
-        strategy, runner_options: how both runners copy their inputs; see `GraphRunner`.
+    The config's dtype is the models', its largest capture batch size bounds the running batch. strategy and
+    runner_options say how both runners copy their inputs; see `GraphRunner`.
 
     `spans` holds (name, start, end) of the last step's parts in seconds on the host clock: "prefill" of each
-    new request, "draft copy", "draft replay", "verify", "extend copy" and "extend replay". What they leave of
-    the step is the loop itself. `tree` and `accepted` are what that step drafted, and which nodes it kept.
+    new request, "draft copy", "draft replay", "verify", "extend copy" and "extend replay"; what they leave is
+    the loop itself. `tree` and `accepted` are what that step drafted, and which nodes it kept.
 
     A request owns a row of `req_to_token`: the slots of its committed tokens, then those to work in. A step
-    changes the order of the latter alone; they are committed with the text, when all went well: after an
-    error or an interrupt requests are as before it.
+    changes the order of the latter alone; they are committed with the text, when all went well: an error or
+    an interrupt leaves requests as they were.
     """
 
     def __init__(
@@ -121,8 +109,13 @@ class EagleWorker:
         self.free_requests = list(range(1, 1 + config.max_batch_size))
         self.req_to_token = config.request_table(device)
         self.target_kv = config.kv_pool(config.num_target_layers, device)
-        draft_kv = config.kv_pool(1, device)
-        self.model = DraftModel(config, target, head, draft_kv, self.req_to_token)
+        self.model = DraftModel(
+            config,
+            target,
+            head,
+            kv=config.kv_pool(1, device),
+            req_to_token=self.req_to_token,
+        )
         shared = (config, strategy, device, self.model)
         self.draft = EagleDraftCudaGraphRunner(*shared, **runner_options)
         self.extend = EagleDraftExtendCudaGraphRunner(*shared, **runner_options)
@@ -173,9 +166,10 @@ class EagleWorker:
 
     def _run_target(self, tokens, positions, write_slots, read_slots, mask):
         """Predictions (B, T) and features (B, T, H)."""
-        attention = partial(pool_attention, self.target_kv, write_slots, read_slots, mask)
+        attention = PoolAttention(self.target_kv, write_slots, read_slots, mask)
         features = self.target(tokens, positions, attention)
-        return self.target.lm_head(features).argmax(2), features
+        logits = self.target.lm_head(features)
+        return logits.argmax(2), features
 
     def _prefill(self, request):
         """Target, then head, over the whole prompt; the head reads tokens shifted by one."""
@@ -187,23 +181,29 @@ class EagleWorker:
         predictions, features = self._run_target(tokens, positions, slots, slots, mask)
         first = predictions[:, -1:]
         tokens = torch.cat((tokens[:, 1:], first), dim=1)
-        hidden = self.model.features(tokens, features, positions, slots, slots, mask)[:, -1]
-        start = first_level(self.target.lm_head(hidden), self.config.topk)
-        request.draft_input = (hidden, *start)
+        hidden = self.model.features(tokens, features, positions, slots, slots, mask)
+        hidden = hidden[:, -1]
+        logits = self.target.lm_head(hidden)
+        request.draft_input = (hidden, *first_level(logits, self.config.topk))
         request.output = first[0].tolist()
         request.req_pool_index = self.free_requests.pop(0)
 
     def _speculate(self):
         """Draft, verify and draft-extend once; every request keeps its accepted path."""
         config = self.config
-        facts = [(each.req_pool_index, each.output[-1], each.committed) for each in self.running]
+        facts = []
+        for request in self.running:
+            committed = len(request.prompt) + len(request.output) - 1
+            facts.append((request.req_pool_index, request.output[-1], committed))
         requests, root, lens = torch.tensor(facts).T.contiguous()
-        requests, root = requests.to(self.device), root.to(self.device)
+        requests = requests.to(self.device)
+        root = root.to(self.device)
         # A request's branches, and after the draft its nodes, take the slots behind its committed tokens.
         behind = lens.unsqueeze(1) + torch.arange(config.slots_per_step)
-        slots = self.req_to_token[requests.unsqueeze(1), behind.to(self.device)]
+        behind = behind.to(self.device)
+        slots = self.req_to_token[requests.unsqueeze(1), behind]
         starts = zip(*(request.draft_input for request in self.running))
-        start = dict(zip(DRAFT_INPUT, map(torch.cat, starts)))
+        start = dict(zip(DraftExtendOutput._fields[1:], map(torch.cat, starts)))
         batch = DraftBatch.of(config, requests, lens, slots, **start)
         out = self._replay("draft", self.draft, batch)
         self.tree = build_tree(root, out, config.topk, config.num_steps)
@@ -214,10 +214,18 @@ class EagleWorker:
         order = self.accepted.byte().argsort(dim=1, descending=True, stable=True)
         tokens = predictions.gather(1, order)
         node_slots = node_slots.gather(1, order)
-        hidden = features.take_along_dim(order.unsqueeze(2), dim=1)
+        by_row = order.unsqueeze(2)
+        hidden = features.take_along_dim(by_row, dim=1)
         counts = self.accepted.sum(1, dtype=torch.int32)
-        new = {"input_ids": tokens.flatten(), "hidden_states": hidden.flatten(0, 1)}
-        batch = DraftExtendBatch.of(config, requests, lens, node_slots, counts, **new)
+        batch = DraftExtendBatch.of(
+            config,
+            requests,
+            lens,
+            node_slots,
+            counts,
+            input_ids=tokens.flatten(),
+            hidden_states=hidden.flatten(0, 1),
+        )
         positions = batch.positions.view_as(tokens)
         self.req_to_token[requests.unsqueeze(1), positions] = node_slots
         out = self._replay("extend", self.extend, batch)
@@ -258,10 +266,8 @@ class EagleWorker:
 
 @torch.no_grad()
 def greedy_decode(target: TargetModel, prompt: Sequence[int], max_new_tokens: int):
-    """Plain greedy decoding without any cache, the reference: new tokens, and by how much each leads.
-
-    A lead within rounding means that another order of summing may choose the next best token instead.
-    """
+    """Plain greedy decoding without any cache, the reference: new tokens, and by how much each leads. Where a
+    lead is within rounding, another order of summing may choose the next best token instead."""
     device = target.embed.weight.device
     text = list(prompt)
     leads = []
