@@ -195,7 +195,7 @@ class EagleWorker:
         for request in self.running:
             committed = len(request.prompt) + len(request.output) - 1
             facts.append((request.req_pool_index, request.output[-1], committed))
-        requests, root, lens = torch.tensor(facts).T.contiguous()
+        requests, root, lens = map(torch.tensor, zip(*facts))
         requests = requests.to(self.device)
         root = root.to(self.device)
         # A request's branches, and after the draft its nodes, take the slots behind its committed tokens.
