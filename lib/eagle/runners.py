@@ -8,7 +8,7 @@ the runner's `strategy` (lib/strategies.py).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from operator import attrgetter
 from typing import NamedTuple
@@ -16,6 +16,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
+from torch.types import Device
 
 from lib.copies import Call, Pairs, ReplayCopies, StaticInput, grouped_dma, run
 from lib.eagle.fields import Batch, DraftBatch, DraftExtendBatch, EagleConfig, Field
@@ -80,6 +81,7 @@ class InputBuffers:
         and what fills buffers in host memory. ValueError names the field that is not as expected."""
         step, host = Step(), Step()
         batch_size = batch.batch_size
+        padded = captured > batch_size
         for field, source in zip(self.fields, self.values(batch)):
             static = self.inputs[field.name]
             rows = static.between(0, batch_size)
@@ -90,7 +92,7 @@ class InputBuffers:
                 if got != expected:
                     raise ValueError(f"{field.name}: expected {expected}, got {got}")
             side = host if field.host else step
-            if captured > batch_size and field.pad is not None:
+            if padded and field.pad is not None:
                 side.fills.append((static.buffer, field.pad))
             elif field.fill_if_missing and not comes:
                 side.fills.append((rows, field.pad))
@@ -114,40 +116,31 @@ class Producer(NamedTuple):
     inside: list[Call]  # in the graph
 
 
+@dataclass(eq=False, repr=False)
 class GraphRunner:
-    """What both runners share. Subclasses have a `batch_class` and a `forward` pass to capture.
+    """What both runners share. Subclasses have a `batch_class` and a `forward` pass to capture."""
 
-    Args:
-        strategy: a name in `STRATEGIES`, or such a function; may be set anew at any time.
-        model: head, KV pool and request table. None: of seeded random weights, made at the first capture, so
-            that copies and launch counts of a large preset need no gigabytes.
-        one_allocation: all inputs of a size in one block, copied from another by one memcpy.
-        copy_in_graph: the captured graph copies, from fixed addresses.
-            With either one batches have to come from `place` or `inputs`.
-    """
+    config: EagleConfig
+    strategy: str | Callable = "grouped_foreach_dma"  # of STRATEGIES, or such a function; may be set anew
+    device: Device = "cpu"
+    # Head, KV pool and request table. None: of seeded random weights, made at the first capture, so that
+    # copies and launch counts of a large preset need no gigabytes.
+    model: DraftModel | None = None
+    # With either of these, batches have to come from `place` or `inputs`.
+    one_allocation: bool = False  # all inputs of a size in one block, copied from another by one memcpy
+    copy_in_graph: bool = False  # the captured graph copies, from fixed addresses
 
-    def __init__(
-        self,
-        config: EagleConfig,
-        strategy: str | Callable = "grouped_foreach_dma",
-        device: str | torch.device = "cpu",
-        model: DraftModel | None = None,
-        one_allocation: bool = False,
-        copy_in_graph: bool = False,
-    ) -> None:
-        if not callable(STRATEGIES.get(strategy, strategy)):
-            raise ValueError(f"strategy: expected one of {list(STRATEGIES)}, got {strategy!r}")
-        self.config = config
-        self.strategy = strategy
-        self.model = model
-        self.device = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0", as on tensors
-        self.buffers = InputBuffers(config, config.table(self.batch_class.table), self.device)
+    def __post_init__(self) -> None:
+        if not callable(STRATEGIES.get(self.strategy, self.strategy)):
+            raise ValueError(f"strategy: expected one of {list(STRATEGIES)}, got {self.strategy!r}")
+        self.device = torch.empty(0, device=self.device).device  # "cuda" becomes "cuda:0", as on tensors
+        fields = self.config.table(self.batch_class.table)
+        self.buffers = InputBuffers(self.config, fields, self.device)
         self.kept = {}  # the copies of the strategies whose calls can be kept
         for name, route in ROUTES.items():
-            self.kept[name] = ReplayCopies(self.buffers.inputs, route=partial(self.buffers.route, route))
-        self.one_allocation = one_allocation
-        self.copy_in_graph = copy_in_graph
-        self.placed = one_allocation or copy_in_graph
+            route = partial(self.buffers.route, route)
+            self.kept[name] = ReplayCopies(self.buffers.inputs, route=route)
+        self.placed = self.one_allocation or self.copy_in_graph
         self.graphs = {}  # by captured size
         self.producer = cache(self._producer)
         self.placed_batch = None
@@ -202,8 +195,9 @@ class GraphRunner:
     def inputs(self, batch_size: int) -> Batch:
         """A batch to write in place: views of where the graph's sources lie, holding padding. Valid until the
         next such call, or `copy_inputs` of another batch; its own makes no call but one_allocation's."""
+        producer = self.producer(self.padded_batch_size(batch_size))
         batch = self.batch_class()
-        for name, buffer in self.producer(self.padded_batch_size(batch_size)).outputs.items():
+        for name, buffer in producer.outputs.items():
             field = replace(self.buffers.inputs[name], buffer=buffer)
             setattr(batch, name, field.between(0, batch_size))
             if field.pad is not None:
