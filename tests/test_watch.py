@@ -66,7 +66,7 @@ def test_fifty_mixed_calls_are_all_seen_with_their_lines(seed, tmp_path):
     first = HEAD.count("\n") + 1
     lines = [LINE_OF_HELPER if line == "helper(ints)" else first + 2 * i for i, line in enumerate(chosen)]
     by_call = {id(one.call): one for one in seen.sightings}.values()
-    assert [one.where for one in by_call] == [(str(path), line) for line in lines]
+    assert [(one.where["file"], one.where["line"]) for one in by_call] == [(str(path), line) for line in lines]
     made = [(call.op, launch.kind) for call, launch in zip(seen.calls, seen.launches(), strict=True)]
     assert made == [LINES[line] for line in chosen]
     assert all(map(torch.equal, plain[:3], watched[:3]))
