@@ -30,6 +30,7 @@ def test_the_table_has_every_engine_by_way():
         for name, most in counts.max(axis=1).items():
             step = ENGINES[name].step(batch_size, 16)
             assert most <= len(step.fills) + len(step.pairs)
+            assert all(rest.storage_offset() for rest, _ in step.pads)
 
 
 @pytest.mark.parametrize("sizes", [(0, 4), (4, 3), (65, 65)])
