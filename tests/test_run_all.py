@@ -12,7 +12,7 @@ import command_line
 import psutil
 import pytest
 import run_notebooks
-from tiny_notebooks import FIGURE, PARAMETERS, PATIENCE_S, PUBLISH, hear_ctrl_c, wait_for, write_notebook
+from tiny_notebooks import FIGURE, PARAMETERS, PATIENCE_S, PUBLISH, wait_for, write_notebook
 
 ROOT = Path(__file__).resolve().parents[1]
 # Without asking what torch finds, which takes seconds.
@@ -128,7 +128,9 @@ def test_a_stop_leaves_what_was_finished_and_no_process(tmp_path, number):
     write_notebook(tmp_path / "notebooks" / "00_fine.ipynb", FIGURE)
     write_notebook(tmp_path / "notebooks" / "01_long.ipynb", SLEEP)
     page, processes = tmp_path / "run" / "report.html", []
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "preexec_fn": hear_ctrl_c}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    # Tests that a shell runs in its background hand on that SIGINT is ignored.
+    pipes["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
     command = [sys.executable, "-c", RUN, *options(tmp_path)]
     with subprocess.Popen(command, cwd=ROOT / "scripts", **pipes) as run:
 
