@@ -192,9 +192,3 @@ def test_paths_count_from_where_the_caller_stands(tmp_path):
     resolved = {"trace_path": str(tmp_path / "my.json"), "recording": str(tmp_path / "there")}
     assert command_line.resolve_paths(given, tmp_path) == kept | resolved
     assert command_line.resolve_paths(resolved, ROOT) == resolved
-
-
-@pytest.mark.parametrize("text", ["a\x1b[2Jb", "a\r\nb", "a\u202eb", "a\x07b", "a\udce4b"])
-def test_plain_text_holds_nothing_that_a_terminal_obeys(text):
-    plain = command_line.plain(text)
-    assert plain.isprintable() and plain[0] == "a" and plain[-1] == "b"
