@@ -42,7 +42,7 @@ TABLE = {  # way -> route of `Engine.calls`
 @cache
 def sizes(shape: str, n: int, m: int) -> list[int]:
     """A shape of the file, such as "n*w, hidden", for n requests in a batch of m."""
-    return pd.eval(f"[{shape}]", local_dict=SIZES | {"n": n, "m": m})
+    return pd.eval(f"[{shape}]", engine="python", local_dict=SIZES | {"n": n, "m": m})
 
 
 class Engine(NamedTuple):
