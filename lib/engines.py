@@ -89,7 +89,7 @@ class Engine(NamedTuple):
         uploads = ways.pop("upload", [])
         if route in ROUTES:
             return copies(uploads) + ROUTES[route](sum(ways.values(), step.pads))
-        size = sum(dst.nbytes for dst, _ in uploads)
+        size = sum(dst._base.nbytes for dst, _ in uploads)
         block = torch.empty(size, dtype=torch.uint8)
         others = Engine([row for row in self.rows if "upload" not in row.way])
         return copies([(block.to("meta"), block)]) + others.calls(batch_size, captured, "copy_plan")
