@@ -42,7 +42,7 @@ TABLE = {  # way -> route of `Engine.calls`
 @cache
 def sizes(shape: str, n: int, m: int) -> list[int]:
     """A shape of the file, such as "n*w, hidden", for n requests in a batch of m."""
-    return pd.eval(f"[{shape}]", local_dict=SIZES | {"n": n, "m": m})
+    return pd.eval(f"[{shape}]", engine="python", local_dict=SIZES | {"n": n, "m": m})
 
 
 class Engine(NamedTuple):
@@ -89,7 +89,7 @@ class Engine(NamedTuple):
         uploads = ways.pop("upload", [])
         if route in ROUTES:
             return copies(uploads) + ROUTES[route](sum(ways.values(), step.pads))
-        size = sum(dst.nbytes for dst, _ in uploads)
+        size = sum(dst._base.nbytes for dst, _ in uploads)
         block = torch.empty(size, dtype=torch.uint8)
         others = Engine([row for row in self.rows if "upload" not in row.way])
         return copies([(block.to("meta"), block)]) + others.calls(batch_size, captured, "copy_plan")

@@ -7,6 +7,7 @@ import logging
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -129,28 +130,23 @@ def test_the_example_is_a_grid_and_its_paths_count_from_it(tmp_path):
 
 
 @pytest.fixture
-def dask(tmp_path):
-    """Starts `dask scheduler` or `dask worker` on this machine."""
+def cluster(tmp_path):
+    """A Dask scheduler and two workers on this machine: its address, and the three processes."""
     where = ["--scheduler-file", "scheduler.json", "--host", "127.0.0.1", "--no-dashboard"]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "cwd": tmp_path}
-    started = []
-
-    def start(program: str, *options: str) -> subprocess.Popen:
-        command = [sys.executable, "-m", f"distributed.cli.dask_{program}", *where, *options]
-        started.append(subprocess.Popen(command, **quiet))
-        return started[-1]
-
-    yield start
-    for process in started:
-        process.kill()
-        process.wait()
+    programs = [("scheduler", "--port", "0"), *[("worker", "--nthreads", "1", "--no-nanny")] * 2]
+    processes = []
+    with ExitStack() as stack:
+        for program, *options in programs:
+            command = [sys.executable, "-m", f"distributed.cli.dask_{program}", *where, *options]
+            processes.append(stack.enter_context(subprocess.Popen(command, **quiet)))
+            stack.callback(processes[-1].kill)
+        wait_for((tmp_path / "scheduler.json").exists)
+        yield json.loads((tmp_path / "scheduler.json").read_text(encoding="utf-8"))["address"], *processes
 
 
-def test_on_a_cluster_a_dead_worker_loses_nothing_and_a_dead_scheduler_is_told(tmp_path, run, dask):
-    scheduler = dask("scheduler", "--port", "0")
-    workers = [dask("worker", "--nthreads", "1", "--no-nanny") for _ in range(2)]
-    wait_for((tmp_path / "scheduler.json").exists)
-    address = json.loads((tmp_path / "scheduler.json").read_text(encoding="utf-8"))["address"]
+def test_on_a_cluster_a_dead_worker_loses_nothing_and_a_dead_scheduler_is_told(tmp_path, run, cluster):
+    address, scheduler, *workers = cluster
     grid = write_grid(tmp_path, "{size: [1, 2, 3]}", WAIT, PUBLISH, LOG, DOUBLE)
     beside = ThreadPoolExecutor()  # which ends with the scheduler, whatever the test finds
     running = beside.submit(run, grid, "--scheduler", address)

@@ -1,7 +1,6 @@
 """The set-up, on a copy of the project with one pin, under stand-ins for what is on a machine's PATH.
 
-Nothing is downloaded: environments that the stand-in for Python makes see the packages of this one, and their
-pip installs nothing.
+Nothing is downloaded: environments made here see the packages of this one, and their pip installs nothing.
 """
 
 import os

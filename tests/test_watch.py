@@ -79,21 +79,18 @@ class NanoVllm(Section):
         longs = self.zeros("input_ids positions", n, dtype=INT64)
         return longs | self.zeros("slot_mapping context_lens", n) | self.zeros("block_tables", n, PAGES)
 
-    def upload(self, values, dtype):
-        return torch.tensor(values, dtype=dtype).to(self.device, non_blocking=True)
-
     def fill(self, n, captured):
-        ids, positions = self.upload([1] * n, INT64), self.upload([2] * n, INT64)
-        slots, lengths = self.upload([3] * n, INT32), self.upload([4] * n, INT32)
-        tables = self.upload([[5] * USED] * n, INT32)
-        graph_vars = vars(self.buffers)
-        graph_vars["input_ids"][:n] = ids
-        graph_vars["positions"][:n] = positions
+        graph_vars, new = vars(self.buffers), {}
+        for name, buffer in graph_vars.items():
+            values = [[5] * USED if name == "block_tables" else 5] * n
+            new[name] = torch.tensor(values, dtype=buffer.dtype).to(self.device, non_blocking=True)
+        graph_vars["input_ids"][:n] = new["input_ids"]
+        graph_vars["positions"][:n] = new["positions"]
         graph_vars["slot_mapping"].fill_(-1)
-        graph_vars["slot_mapping"][:n] = slots
+        graph_vars["slot_mapping"][:n] = new["slot_mapping"]
         graph_vars["context_lens"].zero_()
-        graph_vars["context_lens"][:n] = lengths
-        graph_vars["block_tables"][:n, : tables.size(1)] = tables
+        graph_vars["context_lens"][:n] = new["context_lens"]
+        graph_vars["block_tables"][:n, :USED] = new["block_tables"]
 
 
 class MiniSglang(Section):

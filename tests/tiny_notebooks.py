@@ -1,6 +1,5 @@
 """Small notebooks for the tests of the batch scripts: no torch, so a kernel starts within a second."""
 
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -33,11 +32,6 @@ def write_notebook(path: Path, *cells: str, parameters: str = PARAMETERS, tags: 
     notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
     path.parent.mkdir(parents=True, exist_ok=True)
     nbformat.write(notebook, path)
-
-
-def hear_ctrl_c() -> None:
-    """For preexec_fn: a test run in the background of a shell hands on that SIGINT is ignored."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def wait_for(condition: Callable[[], object]) -> None:
