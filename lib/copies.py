@@ -110,7 +110,9 @@ class CopyPlan:
     lie. The same pair twice is one copy. Raises as `check_pairs`."""
 
     def __init__(self, dsts, src_dtypes, names=None, constants=(), route=grouped_dma, check="step") -> None:
-        self.route, self.misses, self.check_memory = route, 0, ("step", "full").index(check)
+        self.route = route
+        self.misses = 0
+        self.check_memory = ("step", "full").index(check)
         self.stand_ins, self.constants = [], [src for _, src in constants]
         for dst, dtype in zip(dsts, src_dtypes, strict=True):
             torch.empty(1, dtype=dst.dtype).copy_(torch.empty(1, dtype=dtype))  # raises now
@@ -197,7 +199,8 @@ class ReplayCopies:
     buffers are shared, graphs write into inputs. pads_stay leaves it out. options: a plan's."""
 
     def __init__(self, fields, pad_to="captured", pads_stay=False, **options) -> None:
-        self.fields, self.pads_stay, self.options = dict(fields), pads_stay, options
+        self.fields = dict(fields)
+        self.pads_stay, self.options = pads_stay, options
         self.whole_buffers = ("captured", "buffer").index(pad_to)
         self.plans: dict[tuple, CopyPlan] = {}
 

@@ -20,7 +20,7 @@ DRAWING = {"matplotlib", "seaborn", "ipywidgets", "IPython"}  # nothing of the c
 CORE = {"copies", "fused", "packed", "checks", "launches", "kinds", "strategies", "eagle"}
 AT_MOST = {"lib lines": 5000, "lib nodes": 37_000, "core lines": 2470, "copies.py lines": 260}
 NODES_A_CODE_LINE = 10.5
-DENSER = {"lib.copies": 14.1, "lib.packed": 11.4}  # to take away, in 260 and 100 lines: no room to spread
+DENSER = {"lib.copies": 14.0, "lib.packed": 11.4}  # to take away, in 260 and 100 lines: no room to spread
 NOTEBOOK_LINES = 1500
 LIB = sorted((ROOT / "lib").rglob("*.py"))
 NO_CODE = "COMMENT NL NEWLINE INDENT DEDENT ENDMARKER"  # tokens
@@ -132,18 +132,6 @@ def test_every_package_is_pinned_once():
         assert re.fullmatch(r"[A-Za-z0-9_.-]+==[0-9][A-Za-z0-9.]*( *;.+)?", pin), pin
     names = [re.split("[=;]", pin)[0].lower() for pin in pins]
     assert len(names) == len(set(names))
-
-
-def test_every_text_file_is_opened_as_utf_8():
-    """In what is not a test: whatever the locale, open(), read_text() and write_text() name the encoding."""
-    opens = re.compile(r"(^|(?<!os|ge)\.)(open|read_text|write_text)$")  # not os.open, Image.open
-    binary_or_named = re.compile(r"""['"][rwax+]*b[rwax+]*['"]|encoding=""")
-    silent = []
-    for path in [path for path in tracked_files(".py") if "tests" not in path.parts]:
-        calls = [node for node in nodes_of(path) if isinstance(node, ast.Call)]
-        texts = [ast.unparse(node) for node in calls if opens.search(ast.unparse(node.func))]
-        silent += [f"{path}: {text}" for text in texts if not binary_or_named.search(text)]
-    assert silent == []
 
 
 def test_nothing_committed_names_a_machine():
