@@ -43,7 +43,7 @@ class StandIn(record.Gpu):
             table = self._play(made)
             ends = table.start_us + table.dur_us
             host_us = ends[table.kind.isin(HOST_KINDS)].max()
-            timings[name] = Timing(name, tuple(host_us * noise), tuple(ends.max() * noise))
+            timings[name] = Timing(tuple(host_us * noise), tuple(ends.max() * noise))
         return timings
 
     def trace(self, ways: dict, repeats: int) -> pd.DataFrame:

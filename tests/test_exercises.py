@@ -25,16 +25,14 @@ def asked(path):
 
 
 def test_every_task_is_asked_in_its_notebook_and_solved_in_its_solution():
-    notebooks = sorted(NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"))
-    assert [path.name for path in notebooks] == [path.name for path in SOLUTIONS]
+    assert [path.name for path in SOLUTIONS] == sorted(p.name for p in NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"))
     numbers = []
-    for path, solution in zip(notebooks, SOLUTIONS):
-        numbers += asked(path)
-        assert asked(path) == asked(solution)
-        assert all(int(number.split(".")[0]) == int(path.name[:2]) for number in asked(path))
+    for solution in SOLUTIONS:
+        numbers += asked(solution)
+        assert asked(NOTEBOOKS / solution.name) == asked(solution)
+        assert {int(number.split(".")[0]) for number in asked(solution)} == {int(solution.name[:2])}
     assert sorted(numbers) == sorted(TASKS)
-    for number, task in TASKS.items():
-        assert len(task["hints"]) == 2 and task["cases"], number
+    assert all(len(task["hints"]) == 2 and task["cases"] for task in TASKS.values())
 
 
 @pytest.mark.parametrize("solution", SOLUTIONS, ids=lambda path: path.stem)

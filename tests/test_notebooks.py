@@ -24,8 +24,7 @@ def test_no_output_is_committed(path):
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
     assert notebook.metadata.kernelspec.name == "python3"
-    for cell in notebook.cells:
-        assert not cell.get("outputs") and cell.get("execution_count") is None
+    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in notebook.cells)
 
 
 @each_notebook
@@ -34,14 +33,12 @@ def test_structure(path):
     code = [cell for cell in cells if cell.cell_type == "code"]
     prose = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
     assert prose.startswith("# ") and "learn" in cells[0].source and "## Predict before you run" in prose
-    tagged = [cell for cell in cells if "parameters" in cell.metadata.get("tags", [])]
-    assert tagged == code[:1]
-    assert 'device = "auto"' in tagged[0].source and "quick = False" in tagged[0].source
+    assert [cell for cell in cells if "parameters" in cell.metadata.get("tags", [])] == code[:1]
+    assert 'device = "auto"' in code[0].source and "quick = False" in code[0].source
     assert cells[-1] is code[-1] and "claim(" in cells[-1].source
     assert any(execute_notebook.SHOWS.search(cell.source) for cell in code)
     assert not any("sys.path" in cell.source for cell in code)  # the set-up puts lib there
-    longest = max(len(cell.source.splitlines()) for cell in code)
-    assert longest <= 30, f"{longest} lines in one cell: plumbing belongs in lib"
+    assert max(len(cell.source.splitlines()) for cell in code) <= 30  # plumbing belongs in lib
 
 
 @pytest.fixture(scope="module")
@@ -50,32 +47,28 @@ def records(tmp_path_factory):
     folder, records = tmp_path_factory.mktemp("executed"), []
     tasks = [(path, folder / path.name, {"quick": True}) for path in NOTEBOOKS if path != BY_PAPERMILL]
     command_line.run_here(execute_notebook.execute, tasks, 2, records.append)
-    return {record["notebook"]: record for record in records}
+    return {record["notebook"]: record for record in records} | {BY_PAPERMILL.stem: by_papermill(folder)}
 
 
-@pytest.fixture(scope="module")
-def by_papermill(tmp_path_factory):
-    """What papermill leaves of one notebook, started in another folder, with lib where the set-up puts it."""
-    folder = tmp_path_factory.mktemp("elsewhere")
+def by_papermill(folder):
+    """What papermill's own command leaves, in another folder, with lib where the set-up puts it."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    found = "import importlib.util, sys; sys.exit(not importlib.util.find_spec('lib'))"
-    if subprocess.run([sys.executable, "-c", found], cwd=folder, env=environment).returncode:
+    found = [sys.executable, "-c", "import lib"]
+    if subprocess.run(found, cwd=folder, env=environment, capture_output=True).returncode:
         environment["PYTHONPATH"] = str(ROOT)
     papermill = [sys.executable, "-m", "papermill", BY_PAPERMILL, "out.ipynb", "-p", "quick", "True"]
     subprocess.run([*papermill, "--no-progress-bar"], cwd=folder, env=environment, check=True)
-    return execute_notebook.collect(nbformat.read(folder / "out.ipynb", as_version=4))
+    executed = execute_notebook.collect(nbformat.read(folder / "out.ipynb", as_version=4))
+    return executed | {"error": None, "peak_mb": 0}
 
 
 @pytest.mark.notebook
 @each_notebook
-def test_it_runs_alone_in_quick_mode(path, request):
-    if path == BY_PAPERMILL:
-        record = request.getfixturevalue("by_papermill")
-    else:
-        record = request.getfixturevalue("records")[path.stem]
-        assert record["status"] == "ok", execute_notebook.describe(record["error"])
-        if not torch.cuda.is_available():  # a CUDA context alone takes more
-            assert record["peak_mb"] < execute_notebook.PEAK_LIMIT_MB
+def test_it_runs_alone_in_quick_mode(path, records):
+    record = records[path.stem]
+    assert record["error"] is None, execute_notebook.describe(record["error"])
+    if not torch.cuda.is_available():  # a CUDA context alone takes more
+        assert record["peak_mb"] < execute_notebook.PEAK_LIMIT_MB
     assert record["claims"] and record["figures"]
     assert all(figure["alt"] and figure["evidence"] for figure in record["figures"])
 

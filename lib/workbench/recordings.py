@@ -1,25 +1,20 @@
-"""Read what scripts/record.py measured on one GPU: tables, traces and a profile, each with its evidence.
+"""Read what scripts/record.py measured on one GPU. A recording is a folder: meta.json, one `.jsonl` a table
+(one JSON object a line, times in us), traces/ and profile.json. It is valid from the moment its meta.json is
+there: of a run cut short the lines written so far."""
 
-A recording is a folder: meta.json, one `.jsonl` a table (one JSON object a line, times in us), traces/ and
-profile.json. It is valid from the moment its meta.json is there: of a run cut short the lines written so far.
-"""
-
-from __future__ import annotations
-
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pandas as pd
 
 RECORDINGS = Path(__file__).resolve().parents[2] / "data" / "recordings"
 FORMAT = 2
-# steps: copy_inputs of both runners, a row a way. replays: replay of both; equal: whether the outputs' bits
-# are per_copy's. crossover: a row a way of copying n tensors of `bytes` bytes, by memcpy, foreach or
-# elementwise; for one tensor in_group and beside_group: in a foreach call with 8 small ones, or by a memcpy
-# after it. In all: host_us and gpu_us, samples; predicted and counted, launches by kind, {"memcpy": 7}; the
+# A row a way of: copy_inputs of both runners; replay of both (equal: whether outputs have per_copy's bits);
+# copying n tensors of `bytes` bytes, one also in_group, by a foreach call with 8 small ones; beside_group:
+# by a memcpy after it. In all: host_us and gpu_us, samples; predicted and counted, launches by kind; the
 # latter is null where the profiler failed.
 ROW = ("evidence", "way", "equal", "predicted", "counted", "host_us", "gpu_us")
 STEP = ("preset", "layout", "batch_size")
@@ -64,8 +59,8 @@ class Recording:
             return None
         medians = rows.assign(us=rows.gpu_us.map(np.median)).pivot_table("us", "bytes", ["way", "dtype"])
         wins = (medians.beside_group - medians.in_group <= 0).all(axis=1)  # NaN where one was cut short
-        wins = wins[::-1].cummin()
-        return int(wins.index[wins].min()) if wins.any() else None
+        from_here_on = wins[wins[::-1].cummin()]
+        return int(from_here_on.index.min()) if len(from_here_on) else None
 
 
 def load(recording: str | Path) -> Recording:
@@ -73,19 +68,19 @@ def load(recording: str | Path) -> Recording:
     path = RECORDINGS / recording if (RECORDINGS / recording).is_dir() else Path(recording)
     tables = {}
     try:
-        meta = json.loads((path / "meta.json").read_bytes())
+        meta = msgspec.json.decode((path / "meta.json").read_bytes())
         if meta["format"] != FORMAT:
             raise ValueError(f"format {meta['format']}")
         for table, columns in TABLES.items():
             file = path / f"{table}.jsonl"
-            lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
-            # The last line of a run that was killed may be cut short.
-            rows = [json.loads(line) for line in lines if line.endswith(b"\n")]
+            text = file.read_bytes() if file.exists() else b""
+            lines = text[: text.rfind(b"\n") + 1]  # a killed run's last line may be cut short
+            rows = msgspec.json.Decoder().decode_lines(lines)
             tables[table] = pd.DataFrame(rows, columns=columns)
         found = Recording(path, meta, tables)
         found.label()
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"{path}: not a recording of format {FORMAT}: {error!r}") from error
+        raise ValueError(f"recording: {path}: not a recording of format {FORMAT}: {error!r}") from error
     return found
 
 
