@@ -1,6 +1,7 @@
-"""The numbered notebooks: how they are built, that no output is committed, and that each runs alone."""
+"""The notebooks: how they are built, that no output is committed, that each runs alone; their exercises."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,15 +12,19 @@ import nbformat
 import pytest
 import report
 import torch
+import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-NOTEBOOKS = sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))
-BY_PAPERMILL = NOTEBOOKS[2]
-SOLUTIONS = sorted((ROOT / "notebooks" / "solutions").glob("*.ipynb"))
-each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+NOTEBOOKS = ROOT / "notebooks"
+NUMBERED = sorted(NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"))
+BY_PAPERMILL = NUMBERED[2]
+SOLUTIONS = sorted((NOTEBOOKS / "solutions").glob("*.ipynb"))
+TASKS = yaml.safe_load((NOTEBOOKS / "exercises.yml").read_text(encoding="utf-8"))
+ASKED = re.compile(r'lab\.exercise\(\s*"(\d+\.\d+)"')
+each_notebook = pytest.mark.parametrize("path", NUMBERED, ids=lambda path: path.stem)
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS + SOLUTIONS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", NUMBERED + SOLUTIONS, ids=lambda path: path.stem)
 def test_no_output_is_committed(path):
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
@@ -36,16 +41,15 @@ def test_structure(path):
     assert [cell for cell in cells if "parameters" in cell.metadata.get("tags", [])] == code[:1]
     assert 'device = "auto"' in code[0].source and "quick = False" in code[0].source
     assert cells[-1] is code[-1] and "claim(" in cells[-1].source
-    assert any(execute_notebook.SHOWS.search(cell.source) for cell in code)
     assert not any("sys.path" in cell.source for cell in code)  # the set-up puts lib there
     assert max(len(cell.source.splitlines()) for cell in code) <= 30  # plumbing belongs in lib
 
 
 @pytest.fixture(scope="module")
 def records(tmp_path_factory):
-    """What each notebook leaves after a quick run; the solutions are executed in test_exercises.py."""
+    """What each notebook leaves after a quick run; the solutions are executed below."""
     folder, records = tmp_path_factory.mktemp("executed"), []
-    tasks = [(path, folder / path.name, {"quick": True}) for path in NOTEBOOKS if path != BY_PAPERMILL]
+    tasks = [(path, folder / path.name, {"quick": True}) for path in NUMBERED if path != BY_PAPERMILL]
     command_line.run_here(execute_notebook.execute, tasks, 2, records.append)
     return {record["notebook"]: record for record in records} | {BY_PAPERMILL.stem: by_papermill(folder)}
 
@@ -77,3 +81,39 @@ def test_it_runs_alone_in_quick_mode(path, records):
 def test_the_numbers_at_the_top_of_the_report_are_published(records):
     published = {result["name"] for record in records.values() for result in record["results"]}
     assert {name for name, _ in report.HEADLINES} <= published
+
+
+def code_cells(path):
+    """Source and metadata of each."""
+    cells = nbformat.read(path, as_version=4).cells
+    return [(cell.source, cell.metadata) for cell in cells if cell.cell_type == "code"]
+
+
+def test_every_task_is_asked_in_its_notebook_and_solved_in_its_solution():
+    numbers = []
+    for path, solution in zip(NUMBERED, SOLUTIONS, strict=True):
+        assert path.name == solution.name
+        asked, solved = (ASKED.findall("".join(code for code, _ in code_cells(p))) for p in (path, solution))
+        assert asked == solved and {int(number.split(".")[0]) for number in asked} == {int(path.name[:2])}
+        numbers += asked
+    assert sorted(numbers) == sorted(TASKS)
+    assert all(len(task["hints"]) == 2 and task["cases"] for task in TASKS.values())
+
+
+@pytest.mark.parametrize("solution", SOLUTIONS, ids=lambda path: path.stem)
+def test_solutions_pass_and_wrong_answers_are_told_why(solution, monkeypatch, capsys):
+    """A solution's cell has `wrong` in its metadata: answers that must not pass, as expressions."""
+    monkeypatch.chdir(NOTEBOOKS)
+    asking = [code for code, _ in code_cells(NOTEBOOKS / solution.name) if ASKED.search(code)]
+    assert all("answer = ..." in code for code in asking)
+    namespace = {}
+    for code, metadata in code_cells(solution):
+        exec(code, namespace)
+        said = capsys.readouterr().out
+        if not ASKED.search(code):
+            continue
+        assert ": right" in said and "hint" not in said, said
+        ask = code[code.index("lab.exercise(") :]
+        for wrong in metadata["wrong"]:
+            exec(ask, namespace | {"answer": eval(wrong, namespace)})
+            assert ", expected " in capsys.readouterr().out, wrong
