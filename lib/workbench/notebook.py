@@ -60,11 +60,12 @@ def start(admit: dict | None = None, **parameters: object) -> "Lab":
             raise ParameterError(f"{name}: expected {expected}, got {plain(repr(value))}")
     torch.manual_seed(0)
     torch.set_num_threads(1)  # the one thread that launches; tiny models are too small to share
+    pd.set_option("display.max_colwidth", None)
     return Lab(**parameters)
 
 
 class Lab:
-    """What the cells of a notebook share: a device, "cpu" or "cuda", a recording or None, what they do."""
+    """What the cells of a notebook do, and share: device, "cpu" or "cuda"; recording, or None."""
 
     def __init__(self, device: str = "auto", recording: str = "none", quick=False, live=None, **_) -> None:
         with blamed(""):
@@ -122,8 +123,8 @@ class Lab:
             rows = pd.DataFrame(rows.values(), index=rows, dtype=object)
         frame, below = pd.DataFrame(rows, dtype=object), self.label(evidence)
         frame = frame.fillna("").map(lambda cell: plain(cell) if isinstance(cell, str) else cell)
-        with pd.option_context("display.precision", digits, "display.max_colwidth", None):
-            html = f"{frame.to_html()}<small>{escape(below)}</small>"
+        html = frame.to_html(float_format=f"{{:.{digits}f}}".format)
+        html = f"{html}<small>{escape(below)}</small>"
         html = f'<div class="tex2jax_ignore mathjax_ignore">{html}</div>'  # `$` in a name is a dollar
         display({"text/html": html}, raw=True)
 
@@ -145,8 +146,7 @@ class Lab:
     def exercise(self, number: str, answer: object, **names: object) -> None:
         """Say whether an answer, `f` in the cases of exercises.yml, is right, or what it gives, and hints."""
         if answer is ...:
-            print(f"exercise {number}: not answered yet; replace the dots and run the cell again")
-            return
+            return print(f"exercise {number}: not answered yet; replace the dots and run the cell again")
         task = yaml.safe_load(EXERCISES.read_bytes())[number]
         scope = {"f": answer, "answer": answer, "torch": torch, "raises": raises} | names
         for case, wanted in task["cases"].items():

@@ -6,6 +6,7 @@ numbers are plum. Made under plots.mplstyle alone, whatever settings a reader ha
 
 import io
 import textwrap
+from collections.abc import Iterable
 from pathlib import Path
 
 import matplotlib.style
@@ -35,11 +36,21 @@ EVENT_COLOURS = dict(EVENTS.values())
 in_style = matplotlib.style.context(["default", Path(__file__).with_name("plots.mplstyle")])  # a decorator
 
 
-def new_figure(title: str, height: float) -> tuple[Figure, Axes]:
-    """A figure 800 px wide, of `height` inches, with its title; and its axes."""
-    fig = Figure(figsize=(8, height))
+def new_figure(title: str, height: float, rows: Iterable[str] = ()) -> tuple[Figure, Axes]:
+    """A figure 800 px wide, of `height` inches and a little for each row, with its title; and its axes. rows:
+    their names, from the top; a long one breaks after its colon."""
+    labels = []
+    for name in rows:
+        parts = name.split(": ") if len(name) > 32 else [name]
+        labels.append(":\n".join(wrapped(part, 32) for part in parts))
+    count = len(labels)
+    fig = Figure(figsize=(8, height + 0.35 * count))
     fig.suptitle(wrapped(title, 88), x=0.01, ha="left")
-    return fig, fig.subplots()
+    ax = fig.subplots()
+    if rows:
+        ax.set_yticks(range(count), labels)
+        ax.set_ylim(count - 0.45, -0.55)
+    return fig, ax
 
 
 def wrapped(words: str, width: int, lines: int = 2) -> str:
@@ -66,7 +77,7 @@ def timeline(groups: dict, title: str) -> Figure:
     """Lanes of events as Nsight Systems draws them. groups: by name (a strategy, a regime) their lanes, by
     label a table as of `profiles.load_trace`."""
     rows = [row for lanes in groups.values() for row in ("", *lanes)]
-    fig, ax = _rows(title, rows)
+    fig, ax = new_figure(title, 0.95, rows)
     row = -1
     tables = []
     for name, lanes in groups.items():
@@ -81,22 +92,19 @@ def timeline(groups: dict, title: str) -> Figure:
     share = events.dur_us / end
     width = share.clip(lower=0.0015) * end
     height = np.where(events.kind == "runtime", 0.3, 0.68)  # drawn inside the operator that makes the call
-    labels = map(event_label, events.name, events.kind)
+    labels = []
+    for name, kind in zip(events.name, events.kind):
+        keys = name.partition(",")[0], kind, launch_kind(name, kind), "other"
+        found = next(key for key in keys if key in EVENTS)
+        labels.append(EVENTS[found][0])
     edge = 0.8 * (share > 0.006)  # would hide a narrow one
     bars = _bars(ax, labels, events.row, width, height, events.start_us, edge)
     named = events.kind.isin(("graph", "wait")) & (share > 0.07)
     names = events.name.astype(object).where(named, "")
     words = [wrapped(name, 20) for name in names]
-    ax.bar_label(bars, words, label_type="center", fontsize=7.5)
+    ax.bar_label(bars, words, label_type="center", fontsize=7)
     ax.set(xlabel="time (µs)", xlim=(0, end * 1.01))
     return fig
-
-
-def event_label(name: str, kind: str) -> str:
-    """What a legend calls an event: one of EVENT_COLOURS."""
-    keys = name.partition(",")[0], kind, launch_kind(name, kind), "other"
-    found = next(key for key in keys if key in EVENTS)
-    return EVENTS[found][0]
 
 
 def _bars(ax, labels, row, width, height, start, edge):
@@ -109,19 +117,6 @@ def _bars(ax, labels, row, width, height, start, edge):
     return bars
 
 
-def _rows(title, names):
-    """A figure with one row a name, from the top, and its axes; a long name breaks after its colon."""
-    labels = []
-    for name in names:
-        parts = name.split(": ") if len(name) > 32 else [name]
-        labels.append(":\n".join(wrapped(part, 32) for part in parts))
-    count = len(labels)
-    fig, ax = new_figure(title, 0.95 + 0.35 * count)
-    ax.set_yticks(range(count), labels)
-    ax.set_ylim(count - 0.45, -0.55)
-    return fig, ax
-
-
 @in_style
 def launch_counts(
     launches: dict[str, list[Launch]],
@@ -129,7 +124,7 @@ def launch_counts(
     xlabel: str = "launches a step (both replays)",
 ) -> Figure:
     """How many launches each strategy or engine makes, by kind, a block a launch: no time."""
-    fig, ax = _rows(title, launches)
+    fig, ax = new_figure(title, 0.95, launches)
     order = list(EVENT_COLOURS)
     rows = []
     starts = []
@@ -190,7 +185,7 @@ def timings(results: dict[str, Timing], title: str, work: str) -> Figure:
 @in_style
 def values(numbers: dict, title: str, xlabel: str, marks: dict | None = None) -> Figure:
     """Numbers, or a Range each, one row a name; a range across zero is no claim."""
-    fig, ax = _rows(title, numbers)
+    fig, ax = new_figure(title, 0.95, numbers)
     for row, number in enumerate(numbers.values()):
         text = str(number)
         if not isinstance(number, Range):

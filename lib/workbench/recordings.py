@@ -1,6 +1,5 @@
-"""Read what scripts/record.py measured on one GPU. A recording is a folder: meta.json, one `.jsonl` a table
-(one JSON object a line, times in us), traces/ and profile.json. It is valid from the moment its meta.json is
-there: of a run cut short the lines written so far."""
+"""Read what scripts/record.py measured on one GPU: a folder of meta.json, one `.jsonl` a table (an object a
+line, times in us), traces/ and profile.json. Of a run cut short the lines written so far are valid."""
 
 import re
 from dataclasses import dataclass
@@ -12,10 +11,9 @@ import pandas as pd
 
 RECORDINGS = Path(__file__).resolve().parents[2] / "data" / "recordings"
 FORMAT = 2
-# A row a way of: copy_inputs of both runners; replay of both (equal: whether outputs have per_copy's bits);
-# copying n tensors of `bytes` bytes, one also in_group, by a foreach call with 8 small ones; beside_group:
-# by a memcpy after it. In all: host_us and gpu_us, samples; predicted and counted, launches by kind; the
-# latter is null where the profiler failed.
+# A row a way: of copy_inputs of both runners; of replay of both (equal: outputs as per_copy's); of copying n
+# tensors of `bytes` bytes, one also in_group, in a foreach call with 8 small ones, and beside_group, by a
+# memcpy after. host_us, gpu_us: samples; predicted, counted: launches by kind, null if the profiler failed.
 ROW = ("evidence", "way", "equal", "predicted", "counted", "host_us", "gpu_us")
 STEP = ("preset", "layout", "batch_size")
 TABLES = {"steps": STEP + ROW, "replays": STEP + ROW, "crossover": ("dtype", "n", "bytes", *ROW)}
@@ -34,10 +32,8 @@ WORK = {  # "<runtime call> <kind of event>: <name>" of work on a device -> its 
 def launch_kind(name: str, kind: str, call: str = "") -> str:
     """The kind in KINDS of an event on a device; for other work its own kind and name."""
     event = f"{call} {kind}: {name}"
-    for pattern, ours in WORK.items():
-        if re.search(pattern, event):
-            return ours
-    return f"{kind} {name[:80]}"
+    found = (ours for pattern, ours in WORK.items() if re.search(pattern, event))
+    return next(found, f"{kind} {name[:80]}")
 
 
 @dataclass(frozen=True)
@@ -75,8 +71,7 @@ def load(recording: str | Path) -> Recording:
             file = path / f"{table}.jsonl"
             text = file.read_bytes() if file.exists() else b""
             lines = text[: text.rfind(b"\n") + 1]  # a killed run's last line may be cut short
-            rows = msgspec.json.Decoder().decode_lines(lines)
-            tables[table] = pd.DataFrame(rows, columns=columns)
+            tables[table] = pd.DataFrame(msgspec.json.Decoder().decode_lines(lines), columns=columns)
         found = Recording(path, meta, tables)
         found.label()
     except (OSError, ValueError, LookupError, TypeError) as error:

@@ -109,9 +109,8 @@ class StepCopies:
             for name, static in runner.buffers.static_inputs().items():
                 source = getattr(batch, name)
                 dtype = static.buffer.dtype
-                dtypes = str(dtype)[6:], str(source.dtype)[6:]
                 size = source.numel() * dtype.itemsize
-                rows.append((batch.table, name, tuple(source.shape), *dtypes, size))
+                rows.append((batch.table, name, tuple(source.shape), dtype, source.dtype, size))
         return pd.DataFrame(rows, columns=["replay", "field", "shape", "dtype", "source", "bytes"])
 
 
@@ -160,8 +159,7 @@ def step_us(copies: StepCopies, profile: DeviceProfile, times: dict, regime: str
     """Modelled time of a step, from the first call or, if the host is ahead, the end of the step before."""
     table = play(copies, profile, times, regime)
     ends = table.start_us + table.dur_us
-    earlier = table.name == EARLIER.reason
-    return float(ends.max() - ends[earlier].sum())
+    return float(ends.max() - ends[table.name == EARLIER.reason].sum())
 
 
 def saving(before: StepCopies, after: StepCopies, profile: DeviceProfile, regime: str) -> Range:

@@ -62,12 +62,11 @@ def measure(
     """Time each way in every round, after `warmup` more, every other one in reverse, so that none always
     follows the same neighbour. A sample is the mean of `calls` calls in a row. On a GPU the stream is drained
     before: the host time is what issuing costs, and CUDA events give `gpu_us`."""
-    on_gpu = device.startswith("cuda")
     samples = {name: [] for name in ways}
     order = list(ways)
     for _ in range(warmup + rounds):
         for name in order:
-            samples[name].append(_sample(ways[name], calls, on_gpu))
+            samples[name].append(_sample(ways[name], calls, device.startswith("cuda")))
         order.reverse()
     return {name: Timing(*zip(*taken[warmup:])) for name, taken in samples.items()}
 
