@@ -7,8 +7,7 @@ from pathlib import Path
 
 import torch
 
-# By PyTorch's rules, from shapes; here and now; on the device that a file names; by the model of a profile.
-KINDS = ("counted", "measured", "recorded", "modelled")
+KINDS = ("counted", "measured", "recorded", "modelled")  # by rules; here, now; as a file says; by a profile
 RESULT_MIME = "application/vnd.replay-copy.result+json"  # a published result, for summary.json and the report
 
 

@@ -23,8 +23,7 @@ from lib.eagle import (
 from lib.eagle.model import DraftModel
 from lib.kinds import KINDS, MEMCPY, Launch
 from lib.launches import launches
-from lib.profiles import AHEAD, WAITS, DeviceProfile, lanes, simulate
-from lib.profiles.simulate import queued_us
+from lib.profiles import AHEAD, WAITS, DeviceProfile, device_us, lanes, simulate
 from lib.workbench.timing import Range
 
 REGIMES = (WAITS, AHEAD)
@@ -136,7 +135,8 @@ def play(copies: StepCopies, profile: DeviceProfile, times: dict, regime: str) -
     draft, verify, extend, *_ = (replace(GRAPH, reason=name) for name in times)
     longer = {EARLIER.reason: 10_000.0} | times
     for graph, nodes in zip((draft, extend), copies.nodes()):
-        longer[graph.reason] += queued_us(nodes, profile)
+        for node in nodes:  # and the gap between two works of a stream
+            longer[graph.reason] += device_us(node, profile) + profile["gap_us"]
     work = [*first, draft, verify, ACCEPTED, *second, extend]
     if regime == AHEAD:
         work = [EARLIER, *first, draft, verify, *second, extend]
@@ -159,7 +159,8 @@ def step_us(copies: StepCopies, profile: DeviceProfile, times: dict, regime: str
     """Modelled time of a step, from the first call or, if the host is ahead, the end of the step before."""
     table = play(copies, profile, times, regime)
     ends = table.start_us + table.dur_us
-    return float(ends.max() - ends[table.name == EARLIER.reason].sum())
+    earlier = table.name == EARLIER.reason
+    return float(ends.max() - ends[earlier].sum())
 
 
 def saving(before: StepCopies, after: StepCopies, profile: DeviceProfile, regime: str) -> Range:
