@@ -29,8 +29,7 @@ class Canvas:
     """A figure of 800 by `height` units, a unit a pixel, y downwards."""
 
     def __init__(self, title, height):
-        self.fig = new_figure(title, height / 100)
-        self.ax = self.fig.subplots()
+        self.fig, self.ax = new_figure(title, height / 100)
         self.ax.set(xlim=(0, 800), ylim=(height, 0))
         self.ax.axis("off")
 

@@ -36,7 +36,7 @@ from lib.profiles import DEVICE_KINDS, fit_profile, from_profiler, load_trace, t
 from lib.strategies import STRATEGIES
 from lib.workbench.evidence import device_name
 from lib.workbench.recordings import FORMAT, launch_kind, load
-from lib.workbench.step import DRAFT, EXTEND, OPTIONS, StepCopies
+from lib.workbench.step import GRAPH, OPTIONS, StepCopies
 from lib.workbench.timing import Timing, measure
 
 WAYS = (*STRATEGIES, *OPTIONS)
@@ -179,7 +179,7 @@ def record_runs(recorder: Recorder, table: str, preset: str, layout: str, batch_
     if model is None:
         ways = {name: (step.copy_inputs, step.launches()) for name, step in steps.items()}
         return recorder.write(table, case, ways, 10, {})
-    ways = {name: (step.replay, [*step.launches(), DRAFT, EXTEND]) for name, step in steps.items()}
+    ways = {name: (step.replay, [*step.launches(), GRAPH, GRAPH]) for name, step in steps.items()}
     expected = [output.clone() for output in steps["per_copy"].replay()]
     equal = {name: all(map(torch.equal, step.replay(), expected)) for name, step in steps.items()}
     for name in (name for name in equal if not equal[name]):

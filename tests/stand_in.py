@@ -46,7 +46,7 @@ class StandIn(record.Gpu):
             if name != "fused":  # which is interpreted, slow, and was tried before
                 run()
             _, host_us, end_us = play(tuple(map(self.quirk, made)))
-            timings[name] = Timing(name, tuple(host_us * noise), tuple(end_us * noise))
+            timings[name] = Timing(tuple(host_us * noise), tuple(end_us * noise))
         return timings
 
     def trace(self, ways: dict, repeats: int) -> pd.DataFrame:

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from test_exercises import NOTEBOOKS, code_cells
+from test_notebooks import NOTEBOOKS, code_cells
 from traces_of import TRACES, copies, device, span, write
 
 from lib.profiles import load_trace

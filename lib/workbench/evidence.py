@@ -1,10 +1,4 @@
-"""What kind of number a figure shows, and on what device, so that no two kinds get mixed.
-
-counted: by PyTorch's rules, from shapes. measured: here and now. recorded: on the device that a file names.
-modelled: by the device model, with the profile it names and that profile's error.
-"""
-
-from __future__ import annotations
+"""What kind of number a figure shows, and on what device, so that no two kinds get mixed."""
 
 import datetime
 import platform
@@ -13,19 +7,19 @@ from pathlib import Path
 
 import torch
 
-KINDS = ("counted", "measured", "recorded", "modelled")
+KINDS = ("counted", "measured", "recorded", "modelled")  # by rules; here, now; as a file says; by a profile
 RESULT_MIME = "application/vnd.replay-copy.result+json"  # a published result, for summary.json and the report
 
 
 def device_name(device: str = "cpu") -> str:
-    """The name of the processor behind a torch device, e.g. "NVIDIA H200" or "AMD EPYC (2 threads)"."""
+    """The name of the processor behind a torch device, e.g. "NVIDIA H200" or "AMD EPYC (threads: 2)"."""
     if device.startswith("cuda"):
         return torch.cuda.get_device_name(device)
     cpuinfo = Path("/proc/cpuinfo")
     text = cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else ""
     name, *_ = [*re.findall(r"model name\s*: (.*\S)", text), platform.machine()]
     threads = torch.get_num_threads()
-    return f"{name} ({threads} thread{'s' * (threads > 1)})"
+    return f"{name} (threads: {threads})"
 
 
 def choose_device(device: str = "auto") -> str:
@@ -33,14 +27,12 @@ def choose_device(device: str = "auto") -> str:
     found = torch.cuda.is_available()
     if device == "cuda" and not found:
         raise ValueError("device: expected a CUDA or ROCm device for 'cuda', torch finds none")
-    if device == "auto":
-        return "cuda" if found else "cpu"
-    return device
+    return "cuda" if found and device != "cpu" else "cpu"
 
 
 def label(kind: str, on: str) -> str:
     """The line under a figure made here and today: one of KINDS, device, torch version, date."""
-    today = datetime.datetime.now(datetime.UTC).date()
+    today = datetime.date.today()
     return f"{kind} · {on} · torch {torch.__version__} · {today}"
 
 
@@ -53,5 +45,6 @@ def listed(numbers: dict) -> str:
 def plain(text: object, longest: int = 160) -> str:
     """A name from outside as one line of text: no control characters, no terminal escapes, not endless."""
     letters = [letter if letter.isprintable() else " " for letter in str(text)]
-    line = " ".join("".join(letters).split())
+    words = "".join(letters).split()
+    line = " ".join(words)
     return line if len(line) <= longest else line[: longest - 1] + "…"

@@ -1,16 +1,15 @@
 """What the cells of a notebook need, so that they can hold the argument: `lab = notebook.start(...)`."""
 
-from __future__ import annotations
-
-import json
-import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from html import escape
+from math import isclose
+from operator import methodcaller
 from pathlib import Path
 
+import msgspec
 import pandas as pd
 import torch
 import yaml
@@ -25,18 +24,12 @@ from lib.workbench.timing import Range, Timing, Way
 ROOT = Path(__file__).resolve().parents[2]
 EXERCISES = ROOT / "notebooks" / "exercises.yml"
 TRACES = ROOT / "data" / "traces"
-ADMITTED = {  # parameter -> a range of whole numbers, the choices, or str
+ADMITTED = {  # parameter -> its choices; names and paths, which are not listed, may be any text
     "device": ("auto", "cpu", "cuda"),
     "quick": (True, False),
     "live": (None, True, False),
     "batch_size": range(1, 65),
-    "topk": range(1, 9),
-    "num_steps": range(2, 7),
     "preset": ("tiny", "llama3-8b", "qwen3-8b", "deepseek-v3"),
-    "recording": str,
-    "trace_path": str,
-    "perfetto_path": str,
-    "min_copies": range(1, 1001),
 }
 
 
@@ -56,19 +49,14 @@ def blamed(parameter: str) -> Iterator[None]:
         raise ParameterError(parameter + plain(error, 400)) from None
 
 
-def start(admit: dict | None = None, **parameters: object) -> Lab:
+def start(admit: dict | None = None, **parameters: object) -> "Lab":
     """Check a notebook's parameters and seed. admit: what ADMITTED does not say. Raises ParameterError."""
-    known = ADMITTED | (admit or {})
-    for name, value in parameters.items():
-        admitted = known[name]
-        if admitted is str:
-            fits, expected = isinstance(value, str), "a text"
-        else:  # 2.0 and True are no whole numbers
-            fits = value in admitted and type(value) in map(type, admitted)
-            expected = "one of " + ", ".join(map(str, admitted))
+    for name, admitted in (ADMITTED | (admit or {})).items():
+        value = parameters.get(name, admitted[0])
+        expected = "one of " + ", ".join(map(str, admitted))
         if isinstance(admitted, range):
             expected = f"a whole number from {admitted[0]} to {admitted[-1]}"
-        if not fits:
+        if not (value in admitted and type(value) in map(type, admitted)):  # 2.0, True: no numbers
             raise ParameterError(f"{name}: expected {expected}, got {plain(repr(value))}")
     torch.manual_seed(0)
     torch.set_num_threads(1)  # the one thread that launches; tiny models are too small to share
@@ -77,30 +65,25 @@ def start(admit: dict | None = None, **parameters: object) -> Lab:
 
 
 class Lab:
-    """A notebook's device ("cpu" or "cuda", `on` is its name), recording or None, and what its cells do."""
+    """What the cells of a notebook do, and share: device, "cpu" or "cuda"; recording, or None."""
 
     def __init__(self, device: str = "auto", recording: str = "none", quick=False, live=None, **_) -> None:
         with blamed(""):
             self.device = choose_device(device)
-        with blamed("recording: "):
-            self.recording = recordings.choose(recording)
-        self.on = device_name(self.device)
+            self.recording = recordings.choose(str(recording))
         counted = label("counted", "by PyTorch's rules, for any CUDA device")
-        self.words = {"measured": label("measured", self.on), "counted": counted}
+        self.words = {"measured": label("measured", device_name(self.device)), "counted": counted}
         self.quick = quick
         self.live = live
         if live is None:  # a Jupyter server or an editor runs the kernel, which papermill is not
             self.live = not os.environ.keys().isdisjoint(("JPY_SESSION_NAME", "VSCODE_PID"))
         self.tries = Counter()
 
-    def few(self, full: int, quick: int) -> int:
-        """The second number in a quick run."""
-        return quick if self.quick else full
-
     @torch.no_grad()
     def race(self, ways: dict[str, Way], rounds: int = 40, calls: int = 20) -> dict[str, Timing]:
         """Time ways against each other, as serving code runs: without autograd. See `timing.measure`."""
-        return timing.measure(ways, self.few(rounds, max(rounds // 4, 5)), calls, device=self.device)
+        rounds = max(rounds // 4, 5) if self.quick else rounds
+        return timing.measure(ways, rounds, calls, device=self.device)
 
     def label(self, evidence: object) -> str:
         """Evidence in words: of "measured", "counted", a profile or recording, a ready text, or a list."""
@@ -116,12 +99,16 @@ class Lab:
         data = {"image/png": plots.png(fig, about["evidence"]), "text/plain": about["alt"]}
         display(data, raw=True, metadata={"image/png": about})
 
-    def trace(self, name: str, python: bool = False) -> pd.DataFrame:
-        """A trace by path, or one of data/traces/ by name, with its evidence. Raises ParameterError."""
-        public = TRACES / name
-        path = public if public.is_file() else Path(name)
+    def trace(self, name: str, python: bool = False, perfetto_path: str = "") -> pd.DataFrame:
+        """A trace by path, or one of data/traces/ by name, with its evidence. perfetto_path: where to write
+        it as Chrome JSON, never over itself. Raises ParameterError."""
+        public = TRACES / str(name)
+        path = public if public.is_file() else Path(str(name))
         with blamed("trace_path: "):
             trace = load_trace(path, python)
+        if perfetto_path:
+            with blamed("perfetto_path: "):
+                to_chrome_trace(trace, str(perfetto_path))
         about = [trace.attrs["evidence"], trace.attrs["device"] or "GPU not named", path.name]
         if path == public:
             about.append("a public trace, see data/README.md")
@@ -130,22 +117,16 @@ class Lab:
         trace.attrs["label"] = " · ".join(map(plain, about))
         return trace
 
-    def save_trace(self, trace: pd.DataFrame, path: str) -> None:
-        """Write a trace as Chrome JSON. Raises ParameterError, also over the file it was read from."""
-        with blamed("perfetto_path: "):
-            to_chrome_trace(trace, path)
-
     def table(self, rows: object, evidence: object, digits: int = 1) -> None:
         """Show a DataFrame, a dict of rows or a list of them, with its evidence below."""
-        frame, below = pd.DataFrame(rows), self.label(evidence)
         if isinstance(rows, dict):
-            frame = frame.T.convert_dtypes()
-        # `where`, since pandas writes <NA> into some tables, whatever its na_rep.
-        frame = frame.round(digits).astype(object).where(frame.notna(), "")
-        frame = frame.map(lambda cell: plain(cell) if isinstance(cell, str) else cell)
-        html = f"{frame.to_html()}<small>{escape(below)}</small>"
+            rows = pd.DataFrame(rows.values(), index=rows, dtype=object)
+        frame, below = pd.DataFrame(rows, dtype=object), self.label(evidence)
+        frame = frame.fillna("").map(lambda cell: plain(cell) if isinstance(cell, str) else cell)
+        html = frame.to_html(float_format=f"{{:.{digits}f}}".format)
+        html = f"{html}<small>{escape(below)}</small>"
         html = f'<div class="tex2jax_ignore mathjax_ignore">{html}</div>'  # `$` in a name is a dollar
-        display({"text/html": html, "text/plain": f"{frame}\n{below}"}, raw=True)
+        display({"text/html": html}, raw=True)
 
     def publish(self, name: str, value: object, kind: str, note: str = "") -> None:
         """Leave a number, a text or a list of dicts for summary.json and the report. kind: of KINDS."""
@@ -154,19 +135,18 @@ class Lab:
 
     def claim(self, words: str, holds: bool | Range) -> None:
         """State what was shown; a range has to lie above zero, and across zero there is no claim."""
-        ranged = isinstance(holds, Range)
-        if ranged and not holds.clear:
-            print(f"no claim: {words}")
-        elif holds.low > 0 if ranged else holds:
-            print(f"✓ {words}")
-        else:
+        if isinstance(holds, Range):
+            if not holds.clear:
+                return print(f"no claim: {words}")
+            holds = holds.low > 0
+        if not holds:
             raise AssertionError(f"does not hold: {words}")
+        print(f"✓ {words}")
 
     def exercise(self, number: str, answer: object, **names: object) -> None:
         """Say whether an answer, `f` in the cases of exercises.yml, is right, or what it gives, and hints."""
         if answer is ...:
-            print(f"exercise {number}: not answered yet; replace the dots and run the cell again")
-            return
+            return print(f"exercise {number}: not answered yet; replace the dots and run the cell again")
         task = yaml.safe_load(EXERCISES.read_bytes())[number]
         scope = {"f": answer, "answer": answer, "torch": torch, "raises": raises} | names
         for case, wanted in task["cases"].items():
@@ -174,7 +154,10 @@ class Lab:
                 wanted = eval(wanted[1:], scope)
             try:
                 got = eval(case, scope)
-                right = same(got, wanted)
+                text = msgspec.json.encode(got, enc_hook=methodcaller("tolist"))
+                right = msgspec.json.decode(text) == wanted  # tuples and tensors as lists
+                if isinstance(wanted, float):
+                    right = isclose(got, wanted, rel_tol=0.02)
             except Exception as error:
                 got, right = error, False
             if not right:
@@ -188,7 +171,7 @@ class Lab:
         """Call `draw`, with controls where somebody can move them: (lowest, highest), a list, a bool."""
         if not self.live:
             return draw()
-        from ipywidgets import interact  # slow to import, and only two notebooks need it
+        from ipywidgets import interact  # slow to import, and only one notebook needs it
 
         interact(draw, **controls)
 
@@ -200,10 +183,3 @@ def raises(function: Callable, *arguments: object) -> str:
     except Exception as error:
         return type(error).__name__
     return "nothing"
-
-
-def same(got: object, wanted: object) -> bool:
-    """Whether an answer is the one wanted: tuples and tensors as lists, a float within 2 %."""
-    if isinstance(wanted, float):
-        return math.isclose(got, wanted, rel_tol=0.02)
-    return json.loads(json.dumps(got, default=lambda tensor: tensor.tolist())) == wanted

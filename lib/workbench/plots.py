@@ -1,22 +1,19 @@
 """Figures of launches and times, drawn for 800 px and for print: units on every axis, evidence below.
 
-Kinds of work are areas in Okabe and Ito's colours, which colour-blind readers can tell apart, the host is
-grey, numbers are plum. Made under plots.mplstyle alone, whatever settings a reader has.
+Kinds of work have Okabe and Ito's colours, which colour-blind readers can tell apart; the host is grey,
+numbers are plum. Made under plots.mplstyle alone, whatever settings a reader has.
 """
-
-from __future__ import annotations
 
 import io
 import textwrap
+from collections.abc import Iterable
 from pathlib import Path
 
 import matplotlib.style
 import numpy as np
 import pandas as pd
-import seaborn
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
-from matplotlib.ticker import LogLocator, MaxNLocator
 from matplotlib.transforms import Bbox
 
 from lib.kinds import KINDS, Launch
@@ -25,31 +22,35 @@ from lib.workbench.recordings import launch_kind
 from lib.workbench.timing import Range, Timing, spread
 
 SOFT, PAPER = "#565D6B", "#F3F4F7"
-EVENT_COLOURS = {kind.label: kind.colour for kind in KINDS.values()} | {
-    "verify (target model)": "#93D4BE",
-    "other work": "#E3D9C6",
-    "copy_() on the host": "#9AA3B2",
-    "_foreach_copy_() on the host": "#66718A",
-    "operator on the host": "#D3D7DF",
-    "CUDA call on the host": "#2F3545",
-    "host waits": "#F3CFC6",
+EVENTS = {  # a kind of launch or event, the name of an operator or graph -> its label in a legend, its colour
+    **{name: (kind.label, kind.colour) for name, kind in KINDS.items()},
+    "aten::copy_": ("copy_() on the host", "#9AA3B2"),
+    "aten::_foreach_copy_": ("torch._foreach_copy_() on the host", "#66718A"),
+    "host_op": ("operator on the host", "#D3D7DF"),
+    "runtime": ("CUDA call on the host", "#2F3545"),
+    "wait": ("host waits", "#F3CFC6"),
+    "verify": ("verify (target model)", "#93D4BE"),
+    "other": ("other work", "#E3D9C6"),
 }
-EVENT_LABELS = {  # by name of an operator, else by the kind of event
-    "aten::copy_": "copy_() on the host",
-    "aten::_foreach_copy_": "_foreach_copy_() on the host",
-    "host_op": "operator on the host",
-    "runtime": "CUDA call on the host",
-    "wait": "host waits",
-    "verify": "verify (target model)",
-}
+EVENT_COLOURS = dict(EVENTS.values())
 in_style = matplotlib.style.context(["default", Path(__file__).with_name("plots.mplstyle")])  # a decorator
 
 
-def new_figure(title: str, height: float) -> Figure:
-    """A figure 800 px wide, of `height` inches, with its title."""
-    fig = Figure(figsize=(8, height))
+def new_figure(title: str, height: float, rows: Iterable[str] = ()) -> tuple[Figure, Axes]:
+    """A figure 800 px wide, of `height` inches and a little for each row, with its title; and its axes. rows:
+    their names, from the top; a long one breaks after its colon."""
+    labels = []
+    for name in rows:
+        parts = name.split(": ") if len(name) > 32 else [name]
+        labels.append(":\n".join(wrapped(part, 32) for part in parts))
+    count = len(labels)
+    fig = Figure(figsize=(8, height + 0.35 * count))
     fig.suptitle(wrapped(title, 88), x=0.01, ha="left")
-    return fig
+    ax = fig.subplots()
+    if rows:
+        ax.set_yticks(range(count), labels)
+        ax.set_ylim(count - 0.45, -0.55)
+    return fig, ax
 
 
 def wrapped(words: str, width: int, lines: int = 2) -> str:
@@ -60,125 +61,107 @@ def wrapped(words: str, width: int, lines: int = 2) -> str:
 @in_style
 def png(fig: Figure, evidence: str) -> bytes:
     """The finished figure with its evidence below, and so much higher."""
-    text = "\n".join(wrapped(line, 122, 4) for line in evidence.split("\n"))
+    lines = [wrapped(line, 122, 4) for line in evidence.split("\n")]
+    text = "\n".join(lines)
     width, height = fig.get_size_inches()
     fig.draw_without_rendering()  # now what stands below the axes has its place
-    bottom = fig.get_tightbbox().y0
-    below = fig.text(0.01, bottom / height - 0.02, text, va="top", fontsize=8.5, color=SOFT)
-    bottom = below.get_window_extent().y0 / fig.dpi
+    fig.text(0.01, fig.get_tightbbox().y0 / height - 0.02, text, va="top", fontsize=8.5, color=SOFT)
+    bottom = fig.get_tightbbox().y0 - 0.04
     file = io.BytesIO()
-    fig.savefig(file, format="png", bbox_inches=Bbox([[0, bottom - 0.04], [width, height]]))
+    fig.savefig(file, format="png", bbox_inches=Bbox([[0, bottom], [width, height]]))
     return file.getvalue()
 
 
 @in_style
 def timeline(groups: dict, title: str) -> Figure:
-    """Groups of lanes of events, as Nsight Systems draws them.
-
-    groups: by name (a strategy, a regime) its lanes, by label a table of events as of `profiles.load_trace`.
-    """
-    count = len(groups) + sum(map(len, groups.values()))
-    fig = new_figure(title, 0.8 + 0.4 * count)
-    ax = fig.subplots()
-    rows = []
+    """Lanes of events as Nsight Systems draws them. groups: by name (a strategy, a regime) their lanes, by
+    label a table as of `profiles.load_trace`."""
+    rows = [row for lanes in groups.values() for row in ("", *lanes)]
+    fig, ax = new_figure(title, 0.95, rows)
+    row = -1
     tables = []
     for name, lanes in groups.items():
-        ax.text(0, len(rows) + 0.1, plain(name, 90), va="center", fontweight="bold")
-        rows.append("")
-        for label, events in lanes.items():
-            ax.axhspan(len(rows) - 0.36, len(rows) + 0.36, color=PAPER)  # seen when idle, too
-            tables.append(events.assign(row=len(rows)))
-            rows.append(label)
-    _rows(ax, rows)
+        row += 1
+        ax.text(0, row, plain(name, 90), va="center", fontweight="bold")
+        for events in lanes.values():
+            row += 1
+            ax.axhspan(row - 0.36, row + 0.36, color=PAPER)  # seen when idle, too
+            tables.append(events.assign(row=row))
     events = pd.concat(tables)
     end = (events.start_us + events.dur_us).max()
-    width = events.dur_us.clip(lower=end * 0.0015)
+    share = events.dur_us / end
+    width = share.clip(lower=0.0015) * end
     height = np.where(events.kind == "runtime", 0.3, 0.68)  # drawn inside the operator that makes the call
-    labels = [event_label(*event) for event in zip(events.name, events.kind)]
-    colours = [EVENT_COLOURS[label] for label in labels]
-    edge_width = 0.8 * (width > end * 0.006)  # an edge would hide a narrow one
-    look = {"color": colours, "edgecolor": "white", "linewidth": edge_width}
-    bars = ax.barh(events.row, width, height, events.start_us, **look)
-    named = events.kind.isin(("graph", "wait")) & (width > end * 0.07)
-    words = [wrapped(name, 20) for name in events.name.astype(object).where(named, "")]
-    ax.bar_label(bars, words, label_type="center", fontsize=7.5)
-    ax.set_xlim(0, end * 1.01)
-    ax.set_ylim(top=-0.25)
-    ax.set_xlabel("time (µs)")
-    _legend(fig, labels)
+    labels = []
+    for name, kind in zip(events.name, events.kind):
+        keys = name.partition(",")[0], kind, launch_kind(name, kind), "other"
+        found = next(key for key in keys if key in EVENTS)
+        labels.append(EVENTS[found][0])
+    edge = 0.8 * (share > 0.006)  # would hide a narrow one
+    bars = _bars(ax, labels, events.row, width, height, events.start_us, edge)
+    named = events.kind.isin(("graph", "wait")) & (share > 0.07)
+    names = events.name.astype(object).where(named, "")
+    words = [wrapped(name, 20) for name in names]
+    ax.bar_label(bars, words, label_type="center", fontsize=7)
+    ax.set(xlabel="time (µs)", xlim=(0, end * 1.01))
     return fig
 
 
-def event_label(name: str, kind: str) -> str:
-    """What a legend calls an event: one of EVENT_COLOURS."""
-    for key in (name.partition(",")[0], kind):
-        if key in EVENT_LABELS:
-            return EVENT_LABELS[key]
-    work = KINDS.get(launch_kind(name, kind))
-    return work.label if work else "other work"
-
-
-def _legend(fig, labels):
-    """What the colours mean, each once, below the axes."""
-    handles = []
-    for label in dict.fromkeys(labels):
-        handles.append(Patch(facecolor=EVENT_COLOURS[label], edgecolor=SOFT, label=label))
-    fig.legend(handles=handles, loc="upper left", bbox_to_anchor=(0, 0), ncols=4)
-
-
-def _rows(ax, names):
-    """One row a name, from the top; a long name breaks after its colon."""
-    labels = []
-    for name in names:
-        parts = name.split(": ") if len(name) > 26 else [name]
-        labels.append(":\n".join(wrapped(part, 26) for part in parts))
-    ax.set_yticks(range(len(labels)), labels)
-    ax.set_ylim(len(labels) - 0.45, -0.55)
+def _bars(ax, labels, row, width, height, start, edge):
+    """Bars in their labels' colours, with white edges; below the axes what the colours mean, each once."""
+    labels = pd.Series(labels, dtype=object)
+    look = {"color": labels.map(EVENT_COLOURS), "edgecolor": "white", "linewidth": edge}
+    once = labels.mask(labels.duplicated(), "_").tolist()
+    bars = ax.barh(row, width, height, start, label=once, **look)
+    ax.figure.legend(loc="upper left", bbox_to_anchor=(0, 0), ncols=4)
+    return bars
 
 
 @in_style
 def launch_counts(
-    launches: dict[str, list[Launch]], title: str, xlabel: str = "launches a step (both replays)"
+    launches: dict[str, list[Launch]],
+    title: str,
+    xlabel: str = "launches a step (both replays)",
 ) -> Figure:
     """How many launches each strategy or engine makes, by kind, a block a launch: no time."""
-    fig = new_figure(title, 1.0 + 0.32 * len(launches))
-    ax = fig.subplots()
+    fig, ax = new_figure(title, 0.95, launches)
+    order = list(EVENT_COLOURS)
+    rows = []
+    starts = []
     labels = []
     for row, made in enumerate(launches.values()):
-        kinds = [KINDS[launch.kind].label for launch in made]
-        kinds.sort(key=list(EVENT_COLOURS).index)
-        colours = [EVENT_COLOURS[kind] for kind in kinds]
-        count = len(kinds)
-        ax.barh([row] * count, 0.88, 0.62, np.arange(count) + 0.06, color=colours)
+        count = len(made)
+        rows += [row] * count
+        starts += range(count)
+        found = [KINDS[launch.kind].label for launch in made]
+        labels += sorted(found, key=order.index)
         ax.text(count + 0.25, row, count, va="center", fontweight="bold")
-        labels += kinds
-    _rows(ax, launches)
-    ax.set(xlabel=xlabel, xlim=(0, None))
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    _legend(fig, labels)
+    _bars(ax, labels, rows, 1, 0.62, starts, edge=1.6)
+    ax.set_xlabel(xlabel)
+    ax.locator_params(axis="x", integer=True)
     return fig
 
 
 @in_style
 def curves(
-    lines: dict, title: str, xlabel: str, ylabel: str, log: bool = True, marks: dict | None = None
+    lines: dict,
+    title: str,
+    xlabel: str,
+    ylabel: str,
+    log: bool = True,
+    marks: dict | None = None,
 ) -> Figure:
-    """Lines, xs and ys by name; kinds of work, named by their labels, in their colours.
-
-    log: both axes logarithmic, x a size in bytes. marks: what is at some places of x, a crossing say.
-    """
-    fig = new_figure(title, 3.7)
-    ax = fig.subplots()
+    """Lines, xs and ys by name; kinds of work, named by their labels, in their colours. log: both axes are,
+    and x is a size in bytes. marks: what is at some places of x, a crossing say."""
+    fig, ax = new_figure(title, 3.7)
     if log:
         ax.set_xscale("log", base=2)
-        ax.set_yscale("log")
+        ax.set_yscale("log", subs=(2, 5))
         ax.xaxis.set_major_formatter(lambda size, _: size_name(size))
-        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         ax.yaxis.set_major_formatter("{x:g}")
-        ax.yaxis.set_minor_formatter("")
-    shades = seaborn.light_palette("#57356D", len(lines) + 1, reverse=True)
-    for shade, (name, points) in zip(shades, lines.items()):
-        ax.plot(*points, label=wrapped(name, 20, 3), color=EVENT_COLOURS.get(name, shade))
+        ax.yaxis.set_minor_formatter("{x:g}")
+    for name, points in lines.items():
+        ax.plot(*points, label=wrapped(name, 20, 3), color=EVENT_COLOURS.get(name))
     fig.legend(loc="outside right center")
     ax.set(xlabel=xlabel, ylabel=ylabel)
     _marks(ax, marks)
@@ -189,53 +172,35 @@ def _marks(ax, marks):
     """Thin lines across, with their words on top."""
     for place, words in (marks or {}).items():
         ax.axvline(place, color=SOFT, linestyle="--")
-        top = ax.get_xaxis_transform()
-        ax.text(place, 1, wrapped(words, 16, 3), transform=top, ha="center", va="bottom")
+        top = {"xycoords": ("data", "axes fraction"), "ha": "center", "va": "bottom"}
+        ax.annotate(wrapped(words, 16, 3), (place, 1), **top)
 
 
-@in_style
 def timings(results: dict[str, Timing], title: str, work: str) -> Figure:
     """Host times, one row a way. work: what was timed, e.g. "one step's copies"."""
-    samples = pd.DataFrame({name: timing.host_us for name, timing in results.items()})
-    fig = new_figure(title, 0.95 + 0.36 * len(results))
-    ax = fig.subplots()
-    middle_half = {"errorbar": ("pi", 50), "err_kws": {"marker": ""}}
-    seaborn.pointplot(samples, orient="h", estimator="median", linestyle="none", ax=ax, **middle_half)
-    _rows(ax, results)
-    _beside(ax, map(spread, samples.T.values))
-    ax.set(xlabel=f"host time for {work} (µs): median and middle half of the rounds", xlim=(0, None))
-    return fig
+    numbers = {name: spread(timing.host_us) for name, timing in results.items()}
+    return values(numbers, title, f"host time for {work} (µs): median and middle half of the rounds")
 
 
 @in_style
 def values(numbers: dict, title: str, xlabel: str, marks: dict | None = None) -> Figure:
-    """Numbers, or a Range each, one row a name; a range across zero is no claim, and hollow."""
-    fig = new_figure(title, 0.95 + 0.36 * len(numbers))
-    ax = fig.subplots()
-    texts = []
+    """Numbers, or a Range each, one row a name; a range across zero is no claim."""
+    fig, ax = new_figure(title, 0.95, numbers)
     for row, number in enumerate(numbers.values()):
-        text, inside = str(number), None
+        text = str(number)
         if not isinstance(number, Range):
             text = f"{number:.3g}"
             number = Range(number, 0, number)
         elif not number.clear and number.low < number.high:  # else nothing changes, which is no doubt
             text += ": no claim"
-            inside = "white"
         ax.hlines(row, number.low, number.high, linewidth=2.6)
-        ax.plot(number.middle, row, "o", markerfacecolor=inside)
-        texts.append(text)
-    _rows(ax, numbers)
-    _beside(ax, texts)
+        ax.plot(number.middle, row, "o", color="C0")
+        right = {"xycoords": ("axes fraction", "data"), "va": "center"}
+        ax.annotate(text, (1.01, row), **right)
     ax.axvline(0, color=SOFT)
     ax.set_xlabel(xlabel)
     _marks(ax, marks)
     return fig
-
-
-def _beside(ax, words):
-    """A word for each row, right of the axes."""
-    for row, word in enumerate(words):
-        ax.text(1.01, row, word, transform=ax.get_yaxis_transform(), va="center")
 
 
 def size_name(size: float) -> str:

@@ -1,26 +1,19 @@
-"""Read what scripts/record.py measured on one GPU: tables, traces and a profile, each with its evidence.
+"""Read what scripts/record.py measured on one GPU: a folder of meta.json, one `.jsonl` a table (an object a
+line, times in us), traces/ and profile.json. Of a run cut short the lines written so far are valid."""
 
-A recording is a folder: meta.json, one `.jsonl` a table (one JSON object a line, times in us), traces/ and
-profile.json. It is valid from the moment its meta.json is there: of a run cut short the lines written so far.
-"""
-
-from __future__ import annotations
-
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pandas as pd
 
 RECORDINGS = Path(__file__).resolve().parents[2] / "data" / "recordings"
 FORMAT = 2
-# steps: copy_inputs of both runners, a row a way. replays: replay of both; equal: whether the outputs' bits
-# are per_copy's. crossover: a row a way of copying n tensors of `bytes` bytes, by memcpy, foreach or
-# elementwise; for one tensor in_group and beside_group: in a foreach call with 8 small ones, or by a memcpy
-# after it. In all: host_us and gpu_us, samples; predicted and counted, launches by kind, {"memcpy": 7}; the
-# latter is null where the profiler failed.
+# A row a way: of copy_inputs of both runners; of replay of both (equal: outputs as per_copy's); of copying n
+# tensors of `bytes` bytes, one also in_group, in a foreach call with 8 small ones, and beside_group, by a
+# memcpy after. host_us, gpu_us: samples; predicted, counted: launches by kind, null if the profiler failed.
 ROW = ("evidence", "way", "equal", "predicted", "counted", "host_us", "gpu_us")
 STEP = ("preset", "layout", "batch_size")
 TABLES = {"steps": STEP + ROW, "replays": STEP + ROW, "crossover": ("dtype", "n", "bytes", *ROW)}
@@ -39,10 +32,8 @@ WORK = {  # "<runtime call> <kind of event>: <name>" of work on a device -> its 
 def launch_kind(name: str, kind: str, call: str = "") -> str:
     """The kind in KINDS of an event on a device; for other work its own kind and name."""
     event = f"{call} {kind}: {name}"
-    for pattern, ours in WORK.items():
-        if re.search(pattern, event):
-            return ours
-    return f"{kind} {name[:80]}"
+    found = (ours for pattern, ours in WORK.items() if re.search(pattern, event))
+    return next(found, f"{kind} {name[:80]}")
 
 
 @dataclass(frozen=True)
@@ -64,8 +55,8 @@ class Recording:
             return None
         medians = rows.assign(us=rows.gpu_us.map(np.median)).pivot_table("us", "bytes", ["way", "dtype"])
         wins = (medians.beside_group - medians.in_group <= 0).all(axis=1)  # NaN where one was cut short
-        wins = wins[::-1].cummin()
-        return int(wins.index[wins].min()) if wins.any() else None
+        from_here_on = wins[wins[::-1].cummin()]
+        return int(from_here_on.index.min()) if len(from_here_on) else None
 
 
 def load(recording: str | Path) -> Recording:
@@ -73,19 +64,18 @@ def load(recording: str | Path) -> Recording:
     path = RECORDINGS / recording if (RECORDINGS / recording).is_dir() else Path(recording)
     tables = {}
     try:
-        meta = json.loads((path / "meta.json").read_bytes())
+        meta = msgspec.json.decode((path / "meta.json").read_bytes())
         if meta["format"] != FORMAT:
             raise ValueError(f"format {meta['format']}")
         for table, columns in TABLES.items():
             file = path / f"{table}.jsonl"
-            lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
-            # The last line of a run that was killed may be cut short.
-            rows = [json.loads(line) for line in lines if line.endswith(b"\n")]
-            tables[table] = pd.DataFrame(rows, columns=columns)
+            text = file.read_bytes() if file.exists() else b""
+            lines = text[: text.rfind(b"\n") + 1]  # a killed run's last line may be cut short
+            tables[table] = pd.DataFrame(msgspec.json.Decoder().decode_lines(lines), columns=columns)
         found = Recording(path, meta, tables)
         found.label()
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"{path}: not a recording of format {FORMAT}: {error!r}") from error
+        raise ValueError(f"recording: {path}: not a recording of format {FORMAT}: {error!r}") from error
     return found
 
 

@@ -1,14 +1,12 @@
 """The copies of one speculative step, both replays together: counted, measured here, modelled for a GPU.
 
-A step is: draft's copies | draft graph | verify | draft-extend's copies | draft-extend graph. What the copies
-cost depends on the regime. WAITS: the host begins each run of copies on an empty stream, since it waited for
-verify's result or for its scheduler. AHEAD: it makes all its calls while earlier work still runs.
-"""
-
-from __future__ import annotations
+A step is: draft's copies | draft graph | verify | draft-extend's copies | draft-extend graph. The regimes are
+WAITS: the host begins each run of copies on an empty stream, since it waited for verify's result or for its
+scheduler; and AHEAD: it makes all its calls while earlier work still runs."""
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 import pandas as pd
@@ -26,16 +24,18 @@ from lib.eagle.model import DraftModel
 from lib.kinds import KINDS, MEMCPY, Launch
 from lib.launches import launches
 from lib.profiles import AHEAD, WAITS, DeviceProfile, device_us, lanes, simulate
-from lib.workbench.timing import Range, Timing, spread
+from lib.workbench.timing import Range
 
 REGIMES = (WAITS, AHEAD)
-DRAFT = Launch("graph", 0, 0, "draft graph")
-VERIFY = Launch("graph", 0, 0, "verify")
-EXTEND = Launch("graph", 0, 0, "draft-extend graph")
-GRAPHS = (DRAFT.reason, VERIFY.reason, EXTEND.reason)
-EARLIER = Launch("graph", 0, 0, "the step before")  # runs while a host that is ahead makes its calls
+GRAPHS = ("draft graph", "verify", "draft-extend graph")
+GRAPH = Launch("graph", 0, 0, "")
+EARLIER = replace(GRAPH, reason="the step before")  # runs while a host that is ahead makes its calls
 ACCEPTED = Launch("dtoh", 1, 256, "which tokens verify kept")  # a host that is not needs it to go on
-OPTIONS = ("one_allocation", "copy_in_graph", "no_copy")  # ways that ask something of who makes the inputs
+OPTIONS = {  # ways that ask something of who makes the inputs: a runner's options
+    "one_allocation": {"one_allocation": True},
+    "copy_in_graph": {"copy_in_graph": True},
+    "no_copy": {},
+}
 
 
 @dataclass(frozen=True)
@@ -55,20 +55,20 @@ class StepCopies:
         batch_size: int,
         device: str = "cpu",
         model: DraftModel | None = None,
-    ) -> StepCopies:
+    ) -> Self:
         """Runners and random batches. way: a strategy, or one of OPTIONS. model: what `replay` runs."""
         strategy = "grouped_foreach_dma" if way in OPTIONS else way
-        options = {"device": device, "model": model}
-        if way in OPTIONS[:2]:
-            options[way] = True
-        draft = EagleDraftCudaGraphRunner(config, strategy, **options)
-        extend = EagleDraftExtendCudaGraphRunner(config, strategy, **options)
-        batch = DraftBatch.random(config, batch_size, device=device)
-        extend_batch = DraftExtendBatch.random(config, batch_size, device=device)
-        if way in OPTIONS:  # the producer writes to where the runner wants it
-            batch = draft.place(batch)
-            extend_batch = extend.place(extend_batch)
-        return cls(draft, extend, batch, extend_batch)
+        options = OPTIONS.get(way, {})
+        runners = []
+        batches = []
+        for runner_class in (EagleDraftCudaGraphRunner, EagleDraftExtendCudaGraphRunner):
+            runner = runner_class(config, strategy, device, model, **options)
+            batch = runner.batch_class.random(config, batch_size, device=device)
+            if way in OPTIONS:  # the producer writes to where the runner wants it
+                batch = runner.place(batch)
+            runners.append(runner)
+            batches.append(batch)
+        return cls(*runners, *batches)
 
     @property
     def halves(self) -> tuple[tuple, tuple]:
@@ -81,16 +81,10 @@ class StepCopies:
 
     def replay(self) -> list[torch.Tensor]:
         """Both replays whole; their outputs, valid until the next one."""
-        outputs = []
-        for runner, batch in self.halves:
-            outputs += runner.replay(batch)
-        return outputs
+        return [output for runner, batch in self.halves for output in runner.replay(batch)]
 
     def calls(self) -> list[Call]:
-        calls = []
-        for runner, batch in self.halves:
-            calls += runner.calls(batch)
-        return calls
+        return [call for runner, batch in self.halves for call in runner.calls(batch)]
 
     def bursts(self) -> list[list[Launch]]:
         """The launches before the draft graph, and those before the draft-extend graph."""
@@ -103,8 +97,8 @@ class StepCopies:
         """The copies inside the draft and the draft-extend graph: no launches, but work of the device."""
         found = []
         for runner, batch in self.halves:
-            producer = runner.producer(runner.padded_batch_size(batch.batch_size))
-            found.append(launches(producer.inside))
+            captured = runner.padded_batch_size(batch.batch_size)
+            found.append(launches(runner.producer(captured).inside))
         return found
 
     def fields(self) -> pd.DataFrame:
@@ -113,11 +107,9 @@ class StepCopies:
         for runner, batch in self.halves:
             for name, static in runner.buffers.static_inputs().items():
                 source = getattr(batch, name)
-                if source is not None:
-                    dtype = static.buffer.dtype
-                    dtypes = str(dtype)[6:], str(source.dtype)[6:]
-                    size = source.numel() * dtype.itemsize
-                    rows.append((batch.table, name, tuple(source.shape), *dtypes, size))
+                dtype = static.buffer.dtype
+                size = source.numel() * dtype.itemsize
+                rows.append((batch.table, name, tuple(source.shape), dtype, source.dtype, size))
         return pd.DataFrame(rows, columns=["replay", "field", "shape", "dtype", "source", "bytes"])
 
 
@@ -128,30 +120,26 @@ def count_kinds(launches: list[Launch]) -> dict[str, int]:
 
 
 def graph_times(config: EagleConfig, profile: DeviceProfile) -> dict[str, float]:
-    """The least time, in us, that the graphs of a step take: reading all their weights once, two bytes each.
-
-    At the rate of memcpys, which read and write: reading alone is twice as fast. Verify runs a target of 8.03
-    billion parameters; draft a head of fc, layer and LM head, once less than its levels; draft-extend once.
-    """
+    """The least us that each of GRAPHS takes: reading all its weights once, two bytes each, at the rate of
+    memcpys, which read and write: reading alone is twice as fast. Verify runs a target of 8.03 billion
+    parameters; draft a head of fc, layer and LM head, once less than its levels; draft-extend once."""
     hidden = config.hidden_size
-    layer = 6 * hidden * hidden + 3 * hidden * config.intermediate_size
-    head = layer + config.vocab_size * hidden
+    head = hidden * (6 * hidden + 3 * config.intermediate_size + config.vocab_size)
     read = np.array([(config.num_steps - 1) * head, 8.03e9, head])
     return dict(zip(GRAPHS, read / profile["memcpy_gb_per_s"] / 1e3))
 
 
-def play(
-    copies: StepCopies, profile: DeviceProfile, times: dict, regime: str, earlier_us: float = 10_000.0
-) -> pd.DataFrame:
-    """A whole step as a table of `simulate`. earlier_us: left of the step before, where the host is ahead."""
+def play(copies: StepCopies, profile: DeviceProfile, times: dict, regime: str) -> pd.DataFrame:
+    """A whole step as a table of `simulate`. times: of the three graphs by name, then of others."""
     first, second = copies.bursts()
-    longer = times | {EARLIER.reason: earlier_us}
-    for graph, nodes in zip((DRAFT, EXTEND), copies.nodes()):
+    draft, verify, extend, *_ = (replace(GRAPH, reason=name) for name in times)
+    longer = {EARLIER.reason: 10_000.0} | times
+    for graph, nodes in zip((draft, extend), copies.nodes()):
         for node in nodes:  # and the gap between two works of a stream
             longer[graph.reason] += device_us(node, profile) + profile["gap_us"]
-    work = [*first, DRAFT, VERIFY, ACCEPTED, *second, EXTEND]
+    work = [*first, draft, verify, ACCEPTED, *second, extend]
     if regime == AHEAD:
-        work = [EARLIER, *first, DRAFT, VERIFY, *second, EXTEND]
+        work = [EARLIER, *first, draft, verify, *second, extend]
     return simulate(work, profile, longer)
 
 
@@ -159,12 +147,9 @@ def step_lanes(
     copies: StepCopies, profile: DeviceProfile, times: dict, regime: str
 ) -> dict[str, pd.DataFrame]:
     """A whole step as lanes. Graphs are cut to 120 us, and say how long they are; waits are marked."""
-    cut, words = {}, {}
-    for graph, time_us in times.items():
-        cut[graph] = min(time_us, 120.0)
-        words[graph] = f"{graph}, {time_us / 1000:.3g} ms"
-    table = play(copies, profile, cut, regime, earlier_us=250.0)
-    table = table.astype({"name": object, "kind": object}).replace({"name": words})
+    cut = {f"{graph}, {us / 1000:.3g} ms": min(us, 120.0) for graph, us in times.items()}
+    table = play(copies, profile, cut | {EARLIER.reason: 250.0}, regime)
+    table = table.astype({"name": object, "kind": object})
     waits = (table.name == MEMCPY) & (table.dur_us > 2 * profile["host_memcpy_us"])
     table.loc[waits, ["name", "kind"]] = "waits for verify", "wait"
     return lanes(table)
@@ -174,12 +159,8 @@ def step_us(copies: StepCopies, profile: DeviceProfile, times: dict, regime: str
     """Modelled time of a step, from the first call or, if the host is ahead, the end of the step before."""
     table = play(copies, profile, times, regime)
     ends = table.start_us + table.dur_us
-    return float(ends.max() - ends[table.name == EARLIER.reason].sum())
-
-
-def host_saving(before: Timing, after: Timing) -> Range:
-    """What the host saves in one call: median over the rounds, and their middle half."""
-    return spread(np.subtract(before.host_us, after.host_us))
+    earlier = table.name == EARLIER.reason
+    return float(ends.max() - ends[earlier].sum())
 
 
 def saving(before: StepCopies, after: StepCopies, profile: DeviceProfile, regime: str) -> Range:

@@ -1,10 +1,5 @@
-"""Measure ways of doing the same thing against each other, on a machine that is never quiet.
-
-What is compared runs interleaved, round by round, so that drift and neighbours hit all alike. Medians, their
-ratios and spread are reported.
-"""
-
-from __future__ import annotations
+"""Measure ways of doing the same thing against each other, on a machine that is never quiet: they take turns,
+round by round, so that drift and neighbours hit all alike, and medians and their spread are reported."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -42,7 +37,6 @@ class Timing:
     """Samples of one way, in us a call, one a round: until the call returns; from the stream's first event to
     its last, with the GPU's waiting for the host, empty on a CPU."""
 
-    name: str
     host_us: tuple[float, ...]
     gpu_us: tuple[float, ...] = ()
 
@@ -65,34 +59,29 @@ def ratio(timing: Timing, base: Timing) -> float:
 def measure(
     ways: dict[str, Way], rounds: int = 30, calls: int = 20, warmup: int = 3, device: str = "cpu"
 ) -> dict[str, Timing]:
-    """Time each way in every round, after `warmup` more; a sample is the mean of `calls` calls in a row.
-
-    Every other round runs the ways in reverse, so that no way always follows the same neighbour. On a GPU the
-    stream is drained before a sample, so the host time is what issuing costs, and CUDA events give `gpu_us`.
-    """
-    sample = _gpu_sample if device.startswith("cuda") else _host_sample
+    """Time each way in every round, after `warmup` more, every other one in reverse, so that none always
+    follows the same neighbour. A sample is the mean of `calls` calls in a row. On a GPU the stream is drained
+    before: the host time is what issuing costs, and CUDA events give `gpu_us`."""
     samples = {name: [] for name in ways}
     order = list(ways)
     for _ in range(warmup + rounds):
         for name in order:
-            samples[name].append(sample(ways[name], calls))
+            samples[name].append(_sample(ways[name], calls, device.startswith("cuda")))
         order.reverse()
-    return {name: Timing(name, *zip(*taken[warmup:])) for name, taken in samples.items()}
+    return {name: Timing(*zip(*taken[warmup:])) for name, taken in samples.items()}
 
 
-def _host_sample(way: Way, calls: int) -> tuple[float, ...]:
+def _sample(way: Way, calls: int, on_gpu: bool) -> tuple[float, ...]:
+    if on_gpu:
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        first.record()
     start = time.perf_counter()
     for _ in range(calls):
         way()
-    return ((time.perf_counter() - start) / calls * 1e6,)
-
-
-def _gpu_sample(way: Way, calls: int) -> tuple[float, ...]:
-    first = torch.cuda.Event(enable_timing=True)
-    last = torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize()
-    first.record()
-    (host_us,) = _host_sample(way, calls)
+    host_us = (time.perf_counter() - start) / calls * 1e6
+    if not on_gpu:
+        return (host_us,)
     last.record()
     torch.cuda.synchronize()
     return host_us, first.elapsed_time(last) / calls * 1e3
