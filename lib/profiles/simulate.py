@@ -11,7 +11,7 @@ from lib.copies import DEFAULT_DMA_BYTES
 from lib.kinds import KINDS, Launch
 from lib.launches import foreach_limits, tables
 from lib.profiles.device import DeviceProfile
-from lib.profiles.traces import COLUMN_TYPES, event_table
+from lib.profiles.traces import COLUMNS, event_table
 
 HOST = ("host 0", "", -1, 0)  # track, inputs, stream, thread
 STREAM = ("stream 7", "", 7, -1)
@@ -62,7 +62,7 @@ def simulate(
         rows.append((name, kind.event, *STREAM, start, duration, launch.bytes, number))
         host = returned
     return event_table(
-        pd.DataFrame(rows, columns=[*COLUMN_TYPES]),
+        pd.DataFrame(rows, columns=[*COLUMNS]),
         source=profile.name,
         device=profile.device,
         evidence="modelled",
