@@ -47,25 +47,18 @@ COLUMNS = {"name": TEXT, "kind": pd.CategoricalDtype(KINDS), "track": TEXT, "inp
 COLUMNS |= {"thread": int, "start_us": float, "dur_us": float, "bytes": float, "correlation": int}
 
 # Categories in lower case, with the spellings of earlier years, and the kinds that to_chrome_trace writes.
-CATEGORIES = dict(zip(KINDS, KINDS)) | {
-    "cpu_op": "host_op",
-    "operator": "host_op",
-    "user_annotation": "annotation",
-    "python_function": "python",
-    "cuda_runtime": "runtime",
-    "cuda_driver": "runtime",
-    "gpu_memcpy": "memcpy",
-    "gpu_memset": "memset",
-}
+CATEGORIES = dict(zip(KINDS, KINDS)) | {"gpu_memcpy": "memcpy", "gpu_memset": "memset"}
+CATEGORIES |= {"cpu_op": "host_op", "operator": "host_op", "user_annotation": "annotation"}
+CATEGORIES |= {"python_function": "python", "cuda_runtime": "runtime", "cuda_driver": "runtime"}
 COPY, FOREACH = "aten::copy_", "aten::_foreach_copy_"
-FOREACH_KERNEL = re.compile(r"multi_tensor_apply_kernel.*\bCopy(?:Functor)?<")  # ForeachBinaryOpList.cu
+FOREACH_KERNEL = r"multi_tensor_apply_kernel.*\bCopy(?:Functor)?<"  # ForeachBinaryOpList.cu
 NVTX_NUMBERS = (
     r"(?:, seq = \d+)?, op_id = \d+.*"  # PyTorch's operators: "aten::copy_, seq = 45395, op_id = 9"
 )
 COPY_KERNELS = (
     # behind copy_ (Copy.cu; of PyTorch 1.8, too), SGLang's one for all pairs, and this project's own
     "direct_copy_kernel|copy_device_to_device|_copy_kernel_cuda|neg_conj_kernel_cuda|_small_copy_kernel",
-    FOREACH_KERNEL.pattern,
+    FOREACH_KERNEL,
     *(re.escape(kind.work) for kind in LAUNCH_KINDS.values() if kind.event == "copy_kernel"),
 )
 # What the name says more than the category: category's kind, what the name holds, kind. The first one counts.
@@ -140,7 +133,7 @@ DAMAGED = (EOFError, gzip.BadGzipFile, zlib.error, sqlite3.Error)
 NO_EVENT = _Event("X", "of no readable type")
 # Few labels stand for many events: what is text, or the same for a whole stream.
 LABEL = ("category", "name", "process", "thread", "track", "inputs", "device", "stream")
-NUMBERS = {"label": int, "start_ns": np.int64, "dur_us": float, "correlation": np.int64, "bytes": float}
+NUMBERS = {"label": int, "start_ns": int, "dur_us": float, "correlation": int, "bytes": float}
 _decode = msgspec.json.Decoder(_Event, strict=False).decode
 
 
