@@ -121,8 +121,8 @@ def find_copy_bursts(trace: pd.DataFrame, min_copies: int = 4, kinds: Sequence[s
 def of_range(trace: pd.DataFrame, text: str) -> pd.DataFrame:
     """One step out of a trace: a named range of a host thread, and the work that was launched within.
 
-    It is the first annotation, operator or Python function whose name holds `text`, such as "step[DECODE".
-    Times count from its start on.
+    It is the first annotation, operator or Python function whose name holds `text`, such as "step[DECODE";
+    times count from its start on.
     """
     ranges = trace.query("kind in ('annotation', 'host_op', 'python')")
     found = ranges[ranges.name.str.contains(text, regex=False)]
@@ -160,10 +160,7 @@ def lanes(trace: pd.DataFrame) -> dict[str, pd.DataFrame]:
 
 
 def findings(trace: pd.DataFrame, bursts: pd.DataFrame, device: str = "") -> list[str]:
-    """What a trace and its bursts show, in sentences, and last what of the file was left out.
-
-    device: that of the profile they are used with.
-    """
+    """What a trace and its bursts show, in sentences, beside a profile of `device`; last what it left out."""
     work = burst_copies(trace, 1, DEVICE_KINDS)
     told = []
     for regime, counts in bursts.groupby("regime").n_copies:

@@ -24,8 +24,7 @@ DEVICES = Path(__file__).resolve().parents[2] / "data" / "devices"
 # for low, value and high; what is assumed else: a base (a figure, or a number) times factor, low and high.
 FIGURES = pd.read_csv(DEVICES / "figures.csv", index_col="figure", keep_default_na=False).to_dict("index")
 PERCENTILES = (0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 1)
-# of a time, and of a rate
-ENDS = {"fast": ("low", "high"), "middle": ("value", "value"), "slow": ("high", "low")}
+ENDS = {"fast": ("low", "high"), "middle": ("value", "value"), "slow": ("high", "low")}  # of times, of rates
 
 
 @dataclass(frozen=True)
@@ -48,9 +47,9 @@ class Figure:
 class DeviceProfile:
     """What the model knows of a device and its host; as JSON in data/devices/.
 
-    figures: each of FIGURES.
-    error: regime ("host-bound", "queued", "blocked") -> median absolute relative error of burst spans, each
-        predicted by a profile fitted without it (see `validate`); a regime that the trace lacks is missing.
+    figures: each of FIGURES; one that is not given is assumed. error: regime ("host-bound", "queued",
+    "blocked") -> median absolute relative error of burst spans, each predicted by a profile fitted without it
+    (see `validate`); a regime that the trace lacks is missing.
     """
 
     name: str
@@ -61,10 +60,19 @@ class DeviceProfile:
     error: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, figure in self.figures.items():
+        figures = {}
+        for name, row in FIGURES.items():
+            figure = self.figures.get(name)
+            if figure is None:
+                base = row["base"]
+                times = figures[base].value if base in figures else float(base)
+                ends = (times * row[end] for end in ("low", "factor", "high"))
+                figure = Figure.of(*ends, f"assumed: {row['factor']:g} times {base}; {row['why']}")
             least = 1e-9 * name.endswith("gb_per_s")  # a copy at no rate would never end
             if not least <= figure.low <= figure.value <= figure.high:
                 raise ValueError(f"{name}: expected {least} <= low <= value <= high, got {figure}")
+            figures[name] = figure
+        object.__setattr__(self, "figures", figures)
 
     def __getitem__(self, figure: str) -> float:
         return self.figures[figure].value
@@ -86,14 +94,16 @@ class DeviceProfile:
         """What a plot or table of modelled numbers has to say about them."""
         date = f" of {self.date}" if self.date else ""
         errors = ", ".join(f"{regime} {error:.1%}" for regime, error in self.error.items())
-        line = f"modelled · {self.device or 'unknown device'}, profile {self.name}{date}"
+        device = self.device or "unknown device"
+        line = f"modelled · {device}, profile {self.name}{date}"
         line += f" · median span error of single copies {errors or 'unknown'}"
         if "host_foreach_us" in self.unknown:
             line += " · foreach figures assumed"
         return line
 
     def save(self, path: str | Path) -> None:
-        Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
+        text = msgspec.json.format(msgspec.json.encode(self), indent=1)
+        Path(path).write_bytes(text + b"\n")
 
     @staticmethod
     def available() -> list[str]:
@@ -102,27 +112,16 @@ class DeviceProfile:
 
     @classmethod
     def load(cls, name: str | Path) -> DeviceProfile:
-        """A profile of data/devices/ by name, or any by path. A figure that it lacks is assumed."""
-        path = next(filter(Path.is_file, (DEVICES / f"{name}.json", Path(name))), None)
-        if path is None:
+        """A profile of data/devices/ by name, or any by path."""
+        path = DEVICES / f"{name}.json"
+        if not path.is_file():
+            path = Path(name)
+        if not path.is_file():
             raise ValueError(f"device profile {name}: expected one of {cls.available()}, or a file")
         try:
-            profile = msgspec.json.decode(path.read_bytes(), type=cls)
+            return msgspec.json.decode(path.read_bytes(), type=cls)
         except msgspec.DecodeError as error:
             raise ValueError(f"{path}: not a device profile: {error}") from error
-        figures = {}
-        for figure in FIGURES:
-            figures[figure] = profile.figures.get(figure) or _assumed(figure, figures)
-        return replace(profile, figures=figures)
-
-
-def _assumed(name: str, known: dict[str, Figure]) -> Figure:
-    """What is taken for a figure that no trace tells, from those known before it."""
-    row = FIGURES[name]
-    base = row["base"]
-    times = known[base].value if base in known else float(base)
-    ends = (times * row[end] for end in ("low", "factor", "high"))
-    return Figure.of(*ends, f"assumed: {row['factor']:g} times {base}; {row['why']}")
 
 
 def fit_profile(
@@ -143,19 +142,19 @@ def fit_profile(
     device = pd.concat([_device_side(trace, without) for trace in traces], ignore_index=True)
     if device.query("kind == 'memcpy'").bytes.isna().all():
         raise ValueError(f"{source}: no device-to-device memcpy of known size to fit a profile from")
-    figures = {}
+    profile = DeviceProfile(name, traces[0].attrs["device"], source, date, {})
+    found = {}
     for figure, row in FIGURES.items():
-        values = ()
-        if row["where"]:
-            names = {known: figures[known].value for known in figures}  # as @name
-            some = device.query(row["where"], local_dict=names, engine="python")
-            values = some.eval(row["value"], local_dict=names, engine="python").dropna()
-        figures[figure] = _assumed(figure, figures)
+        if not row["where"]:
+            continue
+        names = {known: profile[known] for known in FIGURES}  # as @name
+        some = device.query(row["where"], local_dict=names, engine="python")
+        values = some.eval(row["value"], local_dict=names, engine="python").dropna()
         if len(values):
             ends = values.describe(PERCENTILES)[row["percentiles"].split()]
             what = f"fitted: {row['value']} where {row['where']}, n={len(values)}"
-            figures[figure] = Figure.of(*ends, what)
-    profile = DeviceProfile(name, traces[0].attrs["device"], source, date, figures)
+            found[figure] = Figure.of(*ends, what)
+            profile = replace(profile, figures=found)
     if len(without):
         return profile
     checked = pd.concat([validate(trace) for trace in traces]).dropna()
@@ -167,11 +166,10 @@ def _device_side(trace: pd.DataFrame, without: Sequence[int]) -> pd.DataFrame:
     """Device events, one row each, with what `where` and `value` of FIGURES name beside their columns.
 
     alone: the first work of a call that is in no foreach call. own: neither of a graph nor after a wait for
-    another stream. after_copy: the one before on the stream was a memcpy, as this one is. op_before_us: when
-    that one's operator ended. smallest: the bytes of the smallest memcpy.
+    another stream. after_copy: a memcpy after a memcpy on the stream, whose operator ended at op_before_us.
     """
-    device = burst_copies(trace, min_copies=1, kinds=DEVICE_KINDS)
-    device = device.astype({"name": str, "call": str, "op": str, "foreach_inputs": str})
+    device = burst_copies(trace, 1, DEVICE_KINDS)
+    device = device.astype({"call": str, "op": str, "foreach_inputs": str})
     device["hidden"] = device.index.isin(without)
     before = device.groupby("track").shift()  # noqa: F841, named below
     # a hidden event tells nothing, nor does its end of the event after it
@@ -188,19 +186,16 @@ def _device_side(trace: pd.DataFrame, without: Sequence[int]) -> pd.DataFrame:
 
 
 def validate(trace: pd.DataFrame, min_copies: int = 4) -> pd.DataFrame:
-    """Predict the span of every burst of memcpys by a profile fitted without it.
+    """Predict the span of every burst of memcpys by a profile fitted without it: earlier half, later half.
 
-    The earlier half of the bursts is predicted by a fit to the rest of the trace, the later half likewise.
-    Given are the starts of host calls and when work of another stream ended that copies wait for: the whole
-    stream is played, copies of the half take what the profile says, other work what was recorded. No device
-    time of a predicted burst is used.
-
-    Returns one row a burst: half, regime, n_copies, span_us, predicted_us, error (signed, relative; NaN where
-    the rest of the trace has nothing to fit, or the burst no span).
+    Given are the starts of host calls and when work of another stream ended that copies wait for; copies of
+    the half take what the profile says, other work what was recorded. No device time of a predicted burst is
+    used. Returns one row a burst: half ("earlier", "later"), regime, n_copies, span_us, predicted_us, error
+    (signed, relative; NaN where the rest of the trace has nothing to fit, or the burst no span).
     """
-    bursts = find_copy_bursts(trace, min_copies, kinds=("memcpy",))
-    copies = burst_copies(trace, min_copies, kinds=("memcpy",))
-    device = burst_copies(trace, min_copies=1, kinds=DEVICE_KINDS)  # stream by stream
+    bursts = find_copy_bursts(trace, min_copies, ("memcpy",))
+    copies = burst_copies(trace, min_copies, ("memcpy",))
+    device = burst_copies(trace, 1, DEVICE_KINDS)  # stream by stream
     table = bursts[["regime", "n_copies", "span_us"]].assign(predicted_us=np.nan)
     table["half"] = np.where(bursts.index < len(bursts) // 2, "earlier", "later")
     for _, held_out in copies.groupby(copies.burst.map(table.half)):
@@ -208,10 +203,10 @@ def validate(trace: pd.DataFrame, min_copies: int = 4) -> pd.DataFrame:
             profile = fit_profile(trace, without=held_out.index)
         except ValueError:  # no other memcpy in the trace
             continue
-        names = {name: figure.value for name, figure in profile.figures.items()}
+        names = {figure: profile[figure] for figure in FIGURES}
         names |= {"later": np.fmax, "hidden": device.index.isin(held_out.index)}
-        # begin = max(earliest, end of the one before + gap); with done, the sum of lengths and gaps before, that
-        # is done + the maximum so far of (earliest - done)
+        # begin = max(earliest, end of the one before + gap), which is, with done, the sum of all lengths and
+        # gaps before, done + the maximum so far of (earliest - done)
         played = device.eval(
             """
             length_us = dur_us.mask(@hidden, @memcpy_floor_us + bytes.fillna(0) / @memcpy_gb_per_s / 1e3)

@@ -28,14 +28,12 @@ def simulate(
     Foreach launches in a row with the same reason are chunks of one call, and so are the copies of a slow
     foreach call. A copy to the host, or from pageable memory, holds the host up until it is done.
 
-    Args:
-        work: as `launches` lists them; Launch("graph", 0, 0, "verify") is a graph replay, named so.
-        graph_us: how long graph replays run on the device: all of them, or each by its reason.
-        ahead: the stream has other work until the last call is made, and nothing holds the host up.
-
-    Returns a table as of `load_trace`, evidence "modelled", times from the first call on.
+    work: as `launches` lists them; Launch("graph", 0, 0, "verify") is a graph replay, named so. graph_us: how
+    long replays run on the device, all of them or each by its reason. ahead: the stream has other work until
+    the last call is made, and nothing holds the host up. Returns a table as of `load_trace`, evidence
+    "modelled", times from the first call on.
     """
-    costs = [*_host_costs(work, profile)]
+    costs = list(_host_costs(work, profile))
     rows = []
     host = 0.0
     stream = sum(map(sum, costs)) if ahead else -np.inf
@@ -48,13 +46,16 @@ def simulate(
         start = max(earliest, stream + profile["gap_us"])
         duration = device_us(launch, profile, graph_us)
         stream = start + duration
-        if not ahead and (launch.kind == "dtoh" or launch.reason.startswith("pageable")):
+        waits = launch.kind == "dtoh" or launch.reason.startswith("pageable")
+        if waits and not ahead:
             returned = max(returned, stream)
-        name = launch.reason if launch.kind == "graph" else ""
+        name = kind.work
+        if launch.kind == "graph" and launch.reason:
+            name = launch.reason
         if kind.op:
             rows.append((kind.op, "host_op", *HOST, host, returned - host, np.nan, -1))
         rows.append((kind.runtime, "runtime", *HOST, call, returned - call, np.nan, number))
-        rows.append((name or kind.work, kind.event, *STREAM, start, duration, launch.bytes, number))
+        rows.append((name, kind.event, *STREAM, start, duration, launch.bytes, number))
         host = returned
     return event_table(
         pd.DataFrame(rows, columns=[*COLUMNS]),
@@ -73,7 +74,7 @@ def device_us(launch: Launch, profile: DeviceProfile, graph_us: GraphTimes = Non
         return profile[kind.floor] + launch.bytes / (1e3 * profile[kind.rate])
     length = graph_us.get(launch.reason) if isinstance(graph_us, Mapping) else graph_us
     if length is None:
-        raise ValueError(f"graph_us: expected how long graph {launch.reason!r} runs, in us, got {graph_us}")
+        raise ValueError(f"graph_us: expected how long graph {launch.reason!r} runs, in us")
     return length
 
 
@@ -108,6 +109,9 @@ SAVING = """
     saved_us = host_bound_us.where(regime == 'host-bound', device_us).clip(upper=most_us)
 """
 RESULT = """
+    saved_us = saved_middle_us
+    saved_low_us = saved_us.clip(upper=saved_fast_us).clip(upper=saved_slow_us)
+    saved_high_us = saved_us.clip(saved_fast_us).clip(saved_slow_us)
     launches = n_copies - n_small + n_grouped
     grouped_us = span_us - saved_us
     waiting_us = host_small - host_grouped
@@ -141,17 +145,13 @@ def what_if_grouped(bursts: pd.DataFrame, profile: DeviceProfile, groups: int = 
     dealt = pd.DataFrame(dealt, bursts.index, ["today", "small", "grouped"])
     terms = bursts.join([_times(dealt, profile), dealt.map(len).add_prefix("n_").astype(int)])
     terms["floor_us"] = profile["memcpy_floor_us"]
-    saved = {}
-    for end, off in {"middle": 1.0, "fast": (1 - error).clip(0), "slow": 1 + error}.items():
+    offs = {"middle": 1.0, "fast": (1 - error).clip(0), "slow": 1 + error}
+    for end, off in offs.items():
         grouped = _times(dealt[["grouped"]], profile.at(end))
-        case = terms.assign(off=off, all_between=float(end == "fast"), **grouped)
-        saved[end] = case.eval(SAVING).saved_us
-    saved = pd.DataFrame(saved)
-    table = terms.assign(
-        saved_us=saved.middle, saved_low_us=saved.min(axis=1), saved_high_us=saved.max(axis=1)
-    )
-    table = table.eval(RESULT)
-    table.attrs = {"evidence": "modelled", "label": profile.label(), "groups": groups}
+        case = terms.assign(off=off, all_between=end == "fast", **grouped)
+        terms[f"saved_{end}_us"] = case.eval(SAVING).saved_us
+    table = terms.eval(RESULT)
+    table.attrs = {"evidence": "modelled", "label": profile.label()}
     return table
 
 
@@ -170,7 +170,8 @@ def _dealt(sizes: Sequence[float], groups: int) -> tuple[Work, Work, Work]:
     for number in range(groups):
         group = small[number::groups]
         if len(group) > 1:
-            chunks = tables([max(copy.bytes, 1) for copy in group], *foreach_limits())
+            sizes = [max(copy.bytes, 1) for copy in group]
+            chunks = tables(sizes, *foreach_limits())
             group = [Launch("foreach", len(part), part.total(), f"group {number}") for part in chunks]
         made += group
     return copies, small, made

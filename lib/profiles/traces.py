@@ -52,9 +52,7 @@ CATEGORIES |= {"cpu_op": "host_op", "operator": "host_op", "user_annotation": "a
 CATEGORIES |= {"python_function": "python", "cuda_runtime": "runtime", "cuda_driver": "runtime"}
 COPY, FOREACH = "aten::copy_", "aten::_foreach_copy_"
 FOREACH_KERNEL = r"multi_tensor_apply_kernel.*\bCopy(?:Functor)?<"  # ForeachBinaryOpList.cu
-NVTX_NUMBERS = (
-    r"(?:, seq = \d+)?, op_id = \d+.*"  # PyTorch's operators: "aten::copy_, seq = 45395, op_id = 9"
-)
+NVTX_NUMBERS = r"(?:, seq = \d+)?, op_id = \d+.*"  # of PyTorch's operators: "aten::copy_, seq = 4, op_id = 9"
 COPY_KERNELS = (
     # behind copy_ (Copy.cu; of PyTorch 1.8, too), SGLang's one for all pairs, and this project's own
     "direct_copy_kernel|copy_device_to_device|_copy_kernel_cuda|neg_conj_kernel_cuda|_small_copy_kernel",
@@ -92,9 +90,7 @@ ADVICE = {
     ".zip": "not read as it is: unpack it, and read the trace that is in it",
     ".zst": "not read as it is: unpack it, zstd -d FILE",
 }
-EXPECTED = (
-    'a JSON list, an object with a list "traceEvents", or SQLite of nsys (rocprofv3 writes none of them)'
-)
+EXPECTED = 'a JSON list, an object with a list "traceEvents", or SQLite of nsys (not what rocprofv3 writes)'
 LARGEST_UNPACKED = 2 << 30  # bytes of text that a gzip file may hold
 SPAN = 2**42  # us: 50 days, in which a double still tells nanoseconds apart
 
@@ -140,12 +136,10 @@ _decode = msgspec.json.Decoder(_Event, strict=False).decode
 def load_trace(path: str | Path, python: bool = False) -> pd.DataFrame:
     """Read a profiler trace into the table described at the top of this module.
 
-    Complete events (`ph` "X") are read. One that cannot be read or placed (a field of another type, no usable
-    time or duration, no stream or thread, a category not in CATEGORIES) is left out, and `attrs["left_out"]`
-    says how many. A gzip file may hold 2 GiB of text. python: read the frames of Python functions, too.
-
-    Raises OSError if there is no such file, ValueError for a folder, damage, a format that is not read, or no
-    event that could be read.
+    Of the complete events (`ph` "X") those are left out, and counted in `attrs["left_out"]`, that cannot be
+    read or placed: a field of another type, no usable time, duration, stream or thread, a category not in
+    CATEGORIES. python: read the frames of Python functions, too. A gzip file may hold 2 GiB of text. Raises
+    OSError if there is no such file, ValueError for a folder, damage, another format, no event to be read.
     """
     path = Path(path)
     advice = ADVICE.get("folder" if path.is_dir() else path.suffix)
@@ -221,12 +215,10 @@ def _content(path: Path) -> bytes | mmap.mmap:
     """What is in a file; bytes, if it was packed."""
     with open(path, "rb") as file:
         text = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    if text[:2] != GZIP:
-        return text
-    with gzip.open(path, "rb") as stream:
-        text = stream.read(LARGEST_UNPACKED + 1)
-    if len(text) > LARGEST_UNPACKED:
-        raise ValueError("unpacks to more than 2 GiB: record fewer steps, or unpack it first")
+    if text[:2] == GZIP:
+        text = gzip.GzipFile(fileobj=text).read(LARGEST_UNPACKED + 1)
+        if len(text) > LARGEST_UNPACKED:
+            raise ValueError("unpacks to more than 2 GiB: record fewer steps, or unpack it first")
     return text
 
 
