@@ -274,12 +274,13 @@ def _table(path: Path, rows: Iterator[tuple], document: _Document, python: bool)
     """The table of a file's events. What cannot be placed is left out, and said so."""
     numbers = {}  # every label once: its events hold its number
     numbered = ((numbers.setdefault(label, len(numbers)), *others) for label, *others in rows)
-    events = pd.DataFrame(np.fromiter(numbered, [*NUMBERS.items()]))
-    labels = pd.DataFrame([*numbers], columns=LABEL)
+    events = pd.DataFrame(np.fromiter(numbered, list(NUMBERS.items())))
+    labels = pd.DataFrame(list(numbers), columns=LABEL)
     kind = labels.category.str.lower().map(CATEGORIES)
     named = [(kind == of) & labels.name.str.contains(text) for of, text, _ in BY_NAME]
     labels["kind"] = np.select(named, [found for *_, found in BY_NAME], kind)
-    is_read = labels.kind.isin(KINDS) & (python | (labels.kind != "python"))
+    wanted = {*KINDS} if python else {*KINDS} - {"python"}
+    is_read = labels.kind.isin(wanted)
     unread = events.label.map(labels.category[~is_read]).value_counts()
     told = {f"events of category {category!r} left out": n for category, n in unread.items()}
     events = events.join(_placed(labels[is_read]), on="label", how="inner")
@@ -300,11 +301,12 @@ def _table(path: Path, rows: Iterator[tuple], document: _Document, python: bool)
     unclear = events.correlation.isin(processes.index[processes > 1])
     events["correlation"] = events.correlation.mask(unclear, -1)
     told["events not joined: several processes have a host call with their correlation"] = unclear.sum()
+    gpus = {str(gpu.get("name", "")) for gpu in document.deviceProperties}
     table = event_table(
         events,
         source=path.name,
         path=path.resolve(),
-        device=", ".join(sorted({str(gpu.get("name", "")) for gpu in document.deviceProperties})),
+        device=", ".join(sorted(gpus)),
         evidence=document.evidence,
         rocm=calls.name.str.startswith("hip").any().item(),
     )
