@@ -7,51 +7,48 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lib.profiles import DEVICE_KINDS, burst_copies, find_copy_bursts, findings, lanes, load_trace, of_range
-from tests.traces_of import DIRECT, DTOD, FUSED, call, device, memcpy, nsys, recorded, span, table_of
+from lib.profiles import DEVICE_KINDS, burst_copies, find_copy_bursts, findings, lanes, of_range
+from tests.traces_of import DIRECT, DTOD, FUSED, call, device, memcpy, recorded, span, table_of
 
 
 def reference_bursts(table: pd.DataFrame, min_copies: int, kinds) -> list[dict]:
     found, events = [], list(table.itertuples())
     for track in table["track"].unique():
-        run, ready, waiting = [], None, []
-        rows = [r for r in events if r.track == track and r.kind in DEVICE_KINDS]
-        for row in [*rows, None]:
-            if row is not None and row.kind in kinds:
-                run.append(row)
-                waiting.append(ready)
+        run, ready = [], -math.inf
+        for row in [r for r in events if r.track == track and r.kind in DEVICE_KINDS] + [None]:
+            if row and row.kind in kinds:
+                run.append((row, ready))
             else:
                 if len(run) >= min_copies:
-                    found.append(reference_burst(events, run, waiting))
-                run, waiting = [], []
-            if row is not None:
-                end = row.start_us + row.dur_us
-                ready = end if ready is None else max(ready, end)
+                    found.append(reference_burst(events, run))
+                run = []
+            if row:
+                ready = max(ready, row.start_us + row.dur_us)
     return sorted(found, key=lambda b: (b["start_us"], b["track"]))
 
 
-def reference_burst(events: list, run: list, ready: list) -> dict:
-    reached, idle, waited, blocked, calls = -math.inf, 0.0, 0.0, 0.0, []
-    for row, free in zip(run, ready):
+def reference_burst(events: list, run: list) -> dict:
+    (first, _), *_ = run
+    reached, idle, waited, blocked, calls = first.start_us, 0.0, 0.0, 0.0, []
+    gpu = first.track.split("stream")[0]
+    ends = [e.start_us + e.dur_us for e in events if e.kind in DEVICE_KINDS and e.track.startswith(gpu)]
+    for row, ready in run:
         mine = [c for c in events if c.kind == "runtime" and c.correlation == row.correlation >= 0]
         calls += mine
-        gap = max(row.start_us - reached, 0) if reached > -math.inf else 0
+        gap = max(row.start_us - reached, 0)
         returned = mine[0].start_us + mine[0].dur_us if mine else -math.inf
-        gpu = row.track.split("stream")[0]
-        ends = [e.start_us + e.dur_us for e in events if e.kind in DEVICE_KINDS and e.track.startswith(gpu)]
-        last = max((end for end in ends if end <= row.start_us), default=-math.inf)
-        wait = 0.0
-        if free is not None and last - free >= 5:
-            wait = min(max(last - max(free, returned), 0), gap)
+        last = max(end for end in [*ends, -math.inf] if end <= row.start_us)
+        is_first = ready == -math.inf
+        wait = 0.0 if is_first or last - ready < 5 else min(max(last - max(ready, returned), 0), gap)
         idle, blocked = idle + gap, blocked + wait
-        waited += gap - wait if mine and free is not None and returned > free else 0
+        waited += (gap - wait) * (not is_first and returned > ready)
         reached = max(reached, row.start_us + row.dur_us)
     regime = "host-bound" if waited > idle / 2 else "queued"
     regime = regime if 2 * len(calls) > len(run) else "unknown"
     return {
-        "track": run[0].track, "n_copies": len(run), "start_us": run[0].start_us,
-        "span_us": reached - run[0].start_us, "busy_us": reached - run[0].start_us - idle,
-        "bytes": sum(r.bytes for r in run if r.bytes == r.bytes), "blocked_us": blocked,
+        "track": first.track, "n_copies": len(run), "start_us": first.start_us,
+        "span_us": reached - first.start_us, "busy_us": reached - first.start_us - idle,
+        "bytes": sum(row.bytes for row, _ in run if row.bytes == row.bytes), "blocked_us": blocked,
         "host_us": sum(c.dur_us for c in {c.Index: c for c in calls}.values()),
         "regime": "blocked" if blocked > idle / 2 else regime,
     }  # fmt: skip
@@ -129,23 +126,12 @@ def test_a_wait_for_another_stream_is_blocked(tmp_path):
     assert find_copy_bursts(table_of(tmp_path, alone), kinds=("memcpy",))["regime"].tolist() == ["queued"]
 
 
-def test_the_regimes_of_real_traces():
-    ddp = find_copy_bursts(recorded("resnet_ddp_mi300x"))
-    long = ddp[ddp["span_us"] > 1000]
-    assert len(long) == 5 and set(long["regime"]) == {"blocked"}  # they wait for NCCL
-    assert (long["blocked_us"] / (long["span_us"] - long["busy_us"])).min() > 0.99
-    assert set(find_copy_bursts(recorded("sglang_decode_b300_qwen3_30b"))["regime"]) == {"host-bound"}
-    assert set(find_copy_bursts(recorded("a100_graph_launches"))["regime"]) == {"queued"}
-
-
 FINDINGS = [
     ("v100_ddp_training", "queued: 9 of 10 bursts, of 159 to 161 copies: the host is ahead"),
-    (
-        "v100_ddp_training",
-        "the profile is of another GPU (NVIDIA B300) than the trace (Tesla V100-SXM2-32GB)",
-    ),
+    ("v100_ddp_training", "of another GPU (NVIDIA B300) than the trace (Tesla V100-SXM2-32GB)"),
     ("resnet_ddp_mi300x", "blocked: 5 of 9 bursts, of 62 copies: the stream waits for another one"),
     ("flux_foreach_slow_mi300x", "already one foreach call, on the slow route because dtypes mix"),
+    ("sglang_decode_b300_qwen3_30b", "host-bound: 1 of 1 bursts, of 15 copies: the GPU waits for the host"),
     ("sglang_decode_b300_qwen3_30b", "already one foreach call, fused: 2 times, 16 µs of host"),
     ("sglang_decode_mi300x_qwen3_8b", "the median of all copies begins 8,252 µs after its call"),
     ("nsys_h100_2gpu", "450 copies come from the host: 172 of at most 64 KiB"),
@@ -161,15 +147,12 @@ def test_findings_say_what_a_trace_shows(name, sentence):
     assert any(sentence in line for line in told), told
 
 
-def test_findings_hold_nothing_that_a_terminal_obeys_and_warn_of_secrets(tmp_path):
+def test_findings_hold_nothing_that_a_terminal_obeys(tmp_path):
     gpus = [{"name": "\x1b]0;GPU\u202e"}]
     trace = table_of(tmp_path, [span("a\x07b", "x", 0, 1), memcpy(1, 5)], deviceProperties=gpus)
     trace.attrs["left_out"] += ["x\ny"]
     told = " ".join(findings(trace, find_copy_bursts(trace), "NVIDIA H200"))
     assert told.isprintable() and "]0;GPU" in told
-    script = "CREATE TABLE TARGET_INFO_SYSTEM_ENV (name TEXT, value TEXT);"
-    trace = load_trace(nsys(tmp_path / "r.sqlite", script=script))
-    assert "secrets included" in findings(trace, find_copy_bursts(trace))[-1]
 
 
 SGLANG = ("sglang_decode_b300_qwen3_30b", "sglang_decode_mi300x_deepseek_r1", "sglang_decode_mi300x_qwen3_8b")
@@ -178,8 +161,7 @@ SGLANG = ("sglang_decode_b300_qwen3_30b", "sglang_decode_mi300x_deepseek_r1", "s
 @pytest.mark.parametrize("name", SGLANG)
 def test_one_recorded_step_of_sglang(name):
     step = of_range(recorded(name), "step[DECODE")
-    copied = burst_copies(step, 1, DEVICE_KINDS)
-    assert copied["foreach_start_us"].nunique() == 2
+    assert burst_copies(step, 1, DEVICE_KINDS)["foreach_start_us"].nunique() == 2
     assert step["start_us"].min() == 0 and (step["name"] == "aten::_foreach_copy_").sum() == 2
     assert step["name"].str.endswith("GraphLaunch").sum() == 1 and (step["kind"] == "kernel").sum() > 300
     host, stream = lanes(step)

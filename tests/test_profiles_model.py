@@ -1,7 +1,6 @@
 """The device model: what it predicts of real traces, its timelines by hand, and what it must not promise."""
 
 import json
-import math
 from dataclasses import replace
 from functools import cache
 
@@ -65,7 +64,6 @@ def test_spans_of_held_out_bursts_within_10_percent(name):
     assert set(by_regime.index) == regimes
     assert (by_regime <= 0.10).all(), by_regime
     assert checked["error"].notna().all()
-    assert abs(checked["half"].value_counts().diff().iloc[-1]) <= 1
 
 
 FOREACH = {  # trace -> (tensors, host us, device us) of SGLang's two calls, as recorded
@@ -77,10 +75,7 @@ FOREACH = {  # trace -> (tensors, host us, device us) of SGLang's two calls, as 
 
 @pytest.mark.parametrize("name", FOREACH)
 def test_foreach_calls_lie_in_the_range_that_the_other_traces_give(name):
-    """Of the trace's own launch call and elementwise kernel, by the ratios of the other traces.
-
-    The range of these ratios is widened 1.5 times either way for the host, 2.5 times for the kernel.
-    """
+    """By ratios to a call and an elementwise kernel, widened 1.5 times for the host, 2.5 for the kernel."""
     own = fitted(name)
     others = [fitted(other) for other in FOREACH if other != name]
     ends = []
@@ -124,29 +119,23 @@ def test_a_trace_without_bursts_carries_no_error_and_says_so(name):
     assert fitted(name).error == {} and "single copies unknown" in fitted(name).label()
 
 
-def test_profile_round_trip_and_ends(tmp_path):
+def test_profile_round_trip_ends_and_what_it_lacks(tmp_path):
     profile = round_profile()
     profile.save(tmp_path / "p.json")
     assert DeviceProfile.load(tmp_path / "p.json") == profile
     assert [profile.at(end)["gap_us"] for end in ("fast", "middle", "slow")] == [0.5, 1.0, 2.0]
     assert [profile.at(end)["memcpy_gb_per_s"] for end in ("fast", "slow")] == [2.0, 0.5]
-
-
-def test_a_figure_that_a_profile_lacks_is_assumed():
-    figures = round_profile().figures | {"elementwise_floor_us": Figure(3, 3, 3, "fitted")}
+    figures = profile.figures | {"elementwise_floor_us": Figure(3, 3, 3, "fitted")}
     del figures["htod_floor_us"], figures["fill_floor_us"]
-    profile = replace(round_profile(), figures=figures)
-    assert profile.unknown == ("fill_floor_us", "htod_floor_us")
-    assert profile["fill_floor_us"] == 3
-    assert profile.figures["fill_floor_us"].source.startswith("assumed: 1 times")
+    lacking = replace(profile, figures=figures)
+    assert lacking.unknown == ("fill_floor_us", "htod_floor_us") and lacking["fill_floor_us"] == 3
+    assert lacking.figures["fill_floor_us"].source.startswith("assumed: 1 times")
 
 
 SPOILED = {
-    "JSON is malformed": lambda raw: raw["figures"]["gap_us"].update(value=math.nan),
     "got `null` - at `$.device`": lambda raw: raw.update(device=None),
     "gap_us: expected 0": lambda raw: raw["figures"]["gap_us"].update(low=3),
     "fill_gb_per_s: expected 1e-09 <=": lambda raw: raw["figures"]["fill_gb_per_s"].update(low=0),
-    "`$.error[...]`": lambda raw: raw.update(error={"queued": "low"}),
 }
 
 
@@ -189,19 +178,6 @@ def test_a_figure_is_fitted_only_from_what_it_is(tmp_path):
     assert "memcpy_gb_per_s" in profile.unknown
 
 
-def test_a_host_bound_timeline_by_hand():
-    """A copy every 8 us (6 and 2 between); its call begins 2 us into it, its work 5 us later, for 2 us."""
-    table = simulate(memcpys(3), round_profile())
-    rows = dict(iter(table.groupby("kind", observed=True)))
-    starts = {kind: events["start_us"].tolist() for kind, events in rows.items()}
-    assert starts == {"host_op": [0, 8, 16], "runtime": [2, 10, 18], "memcpy": [7, 15, 23]}
-    assert set(rows["host_op"]["dur_us"]) == {6.0} and set(rows["memcpy"]["dur_us"]) == {2.0}
-    assert rows["memcpy"]["correlation"].tolist() == rows["runtime"]["correlation"].tolist()
-    (burst,) = find_copy_bursts(table, min_copies=3).itertuples()
-    assert (burst.regime, burst.span_us, burst.busy_us) == ("host-bound", 18.0, 6.0)
-    assert table.attrs["evidence"] == "modelled" and "host-bound 5.0%" in table.attrs["label"]
-
-
 def test_calls_of_every_kind_by_hand():
     work = [
         Launch("fill", 1, 0, "one fill"),  # 0 to 5
@@ -213,12 +189,14 @@ def test_calls_of_every_kind_by_hand():
         Launch("graph", 0, 0, "verify"),  # 44 to 54
     ]
     table = simulate(work, round_profile(), graph_us={"verify": 40})
-    calls = table[table["kind"] == "runtime"].sort_values("correlation")
-    assert (calls["start_us"] + calls["dur_us"]).tolist() == [5.0, 17.0, 22.0, 30.0, 36.0, 42.0, 54.0]
-    on_device = table[table["kind"].isin(DEVICE_KINDS)]
-    assert on_device["kind"].tolist() == ["kernel"] + ["copy_kernel"] * 5 + ["graph"]
-    assert on_device["name"].tolist()[-1] == "verify"
-    assert table["start_us"].add(table["dur_us"]).max() == 49 + 40
+    assert table.attrs["evidence"] == "modelled" and "host-bound 5.0%" in table.attrs["label"]
+    assert table.query("kind == 'host_op'")["start_us"].tolist() == [0, 7, 17, 24, 30]
+    calls, works = table.query("kind == 'runtime'"), table.query("kind in @DEVICE_KINDS")
+    assert calls.eval("start_us + dur_us").tolist() == [5.0, 17.0, 22.0, 30.0, 36.0, 42.0, 54.0]
+    assert works["start_us"].tolist() == [6, 18, 23, 31, 37, 43, 49]  # 5 us after its call began
+    assert works["correlation"].tolist() == calls["correlation"].tolist()
+    assert works["kind"].tolist() == ["kernel"] + ["copy_kernel"] * 5 + ["graph"]
+    assert works[["name", "dur_us"]].iloc[-1].tolist() == ["verify", 40]
     with pytest.raises(ValueError, match="graph_us: expected how long graph 'verify' runs"):
         simulate(work, round_profile(), graph_us={"draft": 40})
 
@@ -280,12 +258,11 @@ def test_what_if_by_hand():
 
 
 def test_what_if_leaves_large_and_fused_copies_alone():
-    profile = round_profile()
-    large = find_copy_bursts(simulate(memcpys(1, 2**30) + memcpys(5, 2**20), profile))
-    (row,) = what_if_grouped(large, profile).itertuples()
-    assert row.launches == 6 and row.saved_us == pytest.approx(0)
-    fused = find_copy_bursts(simulate([Launch("foreach", 9, 99, str(i)) for i in range(5)], profile))
-    assert what_if_grouped(fused, profile)["launches"].tolist() == [5]
+    for work in (memcpys(1, 2**30) + memcpys(5, 2**20), [Launch("foreach", 9, 99, str(i)) for i in range(6)]):
+        (row,) = what_if_grouped(
+            find_copy_bursts(simulate(work, round_profile())), round_profile()
+        ).itertuples()
+        assert row.launches == 6 and row.saved_us == pytest.approx(0)
 
 
 def copies_of(n, dur, period, first, start=1000.0, kernel=""):
@@ -301,18 +278,16 @@ def test_what_if_saves_at_most_the_idle_time_and_the_floors_that_go(tmp_path):
     """100 copy kernels of 50 us every 60 us, of unknown size; and copies of which one lasts 3.4 s."""
     gemms = [device("kernel", "gemm", t, 30.0, i) for i, t in enumerate((50_000.0, 250_000.0), 20_000)]
     to_fit = gemms + copies_of(40, 1.5, 500, 5000, 100_000.0)
-    busy = table_of(tmp_path, copies_of(100, 50.0, 60.0, 1, kernel=DIRECT) + to_fit)
     broken = copies_of(8, 1.5, 30, 9000, 300_000.0)
     broken[11]["dur"] = 3_400_000.0
-    for trace in (busy, table_of(tmp_path, to_fit + broken), recorded("v100_ddp_training")):
-        bursts, profile = find_copy_bursts(trace), fit_profile(trace)
-        table = what_if_grouped(bursts, profile)
-        gone = (table["n_copies"] - table["launches"]) * profile["memcpy_floor_us"]
-        most = bursts["span_us"] - bursts["busy_us"] - bursts["blocked_us"] + gone
-        assert (table["saved_high_us"] <= most + 1e-6).all()
+    busy = table_of(tmp_path, copies_of(100, 50.0, 60.0, 1, kernel=DIRECT) + to_fit)
+    for trace in (recorded("v100_ddp_training"), table_of(tmp_path, to_fit + broken), busy):
+        profile = fit_profile(trace)
+        table = what_if_grouped(find_copy_bursts(trace), profile)
+        gone_us = (table["n_copies"] - table["launches"]) * profile["memcpy_floor_us"]
+        assert (table["saved_high_us"] <= table.eval("idle_us - blocked_us") + gone_us + 1e-6).all()
         assert (table["saved_high_us"] <= table["span_us"]).all()
-    unknown = what_if_grouped(find_copy_bursts(busy), fit_profile(busy)).iloc[0]
-    assert (unknown["saved_us"], unknown["launches"]) == (0, 100)
+    assert table[["saved_us", "launches"]].iloc[0].tolist() == [0, 100]  # of unknown size
 
 
 def test_waiting_for_another_stream_is_no_saving():

@@ -40,7 +40,7 @@ def test_nanoseconds_since_1970_are_kept(tmp_path):
     assert load_trace(tmp_path / "t.json")["start_us"].tolist() == [0.0, 0.125]
 
 
-KERNELS = {
+KINDS = {
     DIRECT: "copy_kernel",
     FUSED: "copy_kernel",
     "at::native::copy_device_to_device(at::TensorIterator&, bool)": "copy_kernel",  # PyTorch 1.8
@@ -48,8 +48,6 @@ KERNELS = {
     "void multi_tensor_apply_kernel<AdamFunctor<float>>": "kernel",
     "CatArrayBatchedCopy<int>": "kernel",
     "__amd_rocclr_copyBuffer": "memcpy",
-}
-MEMCPYS = {
     "Memcpy HtoD (Pinned -> Device)": "memcpy_htod",
     "Memcpy DtoH (Device -> Pinned)": "memcpy_dtoh",
     "CopyDeviceToDevice": "memcpy",  # roctracer
@@ -59,10 +57,10 @@ MEMCPYS = {
 
 
 def test_work_that_copies_is_told_apart(tmp_path):
-    events = [device("kernel", name, 10 * i, 1, i + 1) for i, name in enumerate(KERNELS)]
-    events += [device("gpu_memcpy", name, 500 + 10 * i, 1, 50 + i) for i, name in enumerate(MEMCPYS)]
-    table = table_of(tmp_path, events)
-    assert dict(zip(table["name"], table["kind"])) == KERNELS | MEMCPYS
+    categories = ["kernel"] * 7 + ["gpu_memcpy"] * 5
+    works = enumerate(zip(categories, KINDS))
+    table = table_of(tmp_path, [device(category, name, 10 * i, 1, i + 1) for i, (category, name) in works])
+    assert dict(zip(table["name"], table["kind"])) == KINDS
     assert table["bytes"].isna().all()  # what is not told is unknown, not 0
 
 
@@ -178,24 +176,12 @@ def test_from_profiler_reads_a_run_of_this_machine():
     assert "no GPU event in the file: only the host side can be shown" in table.attrs["left_out"]
 
 
-@pytest.mark.parametrize("name", ["out.json", "out.json.gz"])
-def test_chrome_trace_round_trip(tmp_path, name):
-    t = 4_458_676_456_000
-    events = [
-        *copies(4),
-        span("user_annotation", "a range", t, 30),
-        span("cpu_op", "aten::copy_", t, 3, **{"Input Dims": [[2]], "Input type": ["int", "int"]}),
-        device("kernel", DIRECT, t + 50, 1, 50, stream=8),
-        device("gpu_memcpy", "Memcpy HtoD", t + 60, 1, 51, gpu=1, bytes=4),
-        call(51, t + 1, 1, pid=2),
-        device("gpu_memset", "Memset", t + 61, 1, 52, gpu=1),
-        span("mtia_ccp_events", "not known", t, 1),
-    ]
-    gpus = [{"id": 0, "name": "A"}, {"id": 1, "name": "B"}]
-    table = table_of(tmp_path, events, deviceProperties=gpus)
-    assert "1 events of category 'mtia_ccp_events' left out" in table.attrs["left_out"]
-    to_chrome_trace(table, tmp_path / name)
-    again = load_trace(tmp_path / name)
+@pytest.mark.parametrize("file", ["out.json", "out.json.gz"])
+@pytest.mark.parametrize("name", ["nsys_h100_2gpu", "sglang_decode_b300_qwen3_30b"])
+def test_chrome_trace_round_trip(tmp_path, name, file):
+    table = recorded(name)
+    to_chrome_trace(table, tmp_path / file)
+    again = load_trace(tmp_path / file)
     pd.testing.assert_frame_equal(again, table, check_categorical=False)
     changed = dict.fromkeys(("source", "path"))
     assert again.attrs | changed == table.attrs | changed
@@ -203,13 +189,14 @@ def test_chrome_trace_round_trip(tmp_path, name):
 
 def test_nothing_half_written(tmp_path):
     table = load_trace(write(tmp_path / "in.json", copies()))
+    before = (tmp_path / "in.json").read_bytes()
     with pytest.raises(ValueError, match=r"in\.json: the table was read from this file"):
         to_chrome_trace(table, tmp_path / "in.json")
-    (tmp_path / "out.json").write_text("before")
+    table.attrs["path"] = None
     table.loc[3, "dur_us"] = np.nan
     with pytest.raises(ValueError):
-        to_chrome_trace(table, tmp_path / "out.json")
-    assert (tmp_path / "out.json").read_text() == "before"
+        to_chrome_trace(table, tmp_path / "in.json")
+    assert (tmp_path / "in.json").read_bytes() == before
 
 
 LATE = json.dumps(copies()).replace("4458676456000.125", "1e999990")
@@ -217,9 +204,7 @@ BAD_FILES = {
     "empty": (lambda p: p.write_bytes(b""), "empty file"),
     "truncated gzip": (lambda p: p.write_bytes(gzip.compress(bytes(9999))[:-9]), "end-of-stream marker"),
     "damaged gzip": (lambda p: p.write_bytes(b"\x1f\x8b\x08\x00" + bytes(30)), "invalid stored block"),
-    "cut short": (lambda p: p.write_text(json.dumps(copies())[:-30]), "truncated"),
     "not JSON at a place": (lambda p: p.write_text('{"traceEvents": [1, 2, }'), "byte 23"),
-    "not the trace's list": (lambda p: p.write_text('{"a": {"traceEvents": []}}'), "expected a JSON list"),
     "rocprofv3": (lambda p: p.write_text('{"rocprofiler-sdk-tool": []}'), "rocprofv3"),
     "no spans": (lambda p: p.write_text('[{"ph": "M", "name": "process_name"}]'), "no event that lasts"),
     "a folder": (lambda p: p.mkdir(), "is a folder: give a file"),
@@ -251,9 +236,8 @@ def test_what_cannot_be_placed_is_left_out_and_counted(tmp_path):
         span("cpu_op", "thread by name", base, 1, tid="main"),
         span("python_function", "a frame", base, 1),
         memcpy("many", 5),
-        "no event",
     ]
-    table = table_of(tmp_path, bad[:6] + good + bad[6:])
+    table = table_of(tmp_path, bad + good + ["no event"])
     assert sorted(table.attrs["left_out"]) == [
         "1 events of category 'python_function' left out",
         "2 events of category 'of no readable type' left out",
