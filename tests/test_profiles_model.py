@@ -216,13 +216,11 @@ def test_a_step_in_both_regimes():
     assert ahead.query("kind == 'runtime'").eval("start_us + dur_us").max() <= queue["start_us"].min()
 
 
-launches = st.builds(
-    Launch, st.sampled_from([*KINDS]), st.integers(1, 64), st.integers(0, 2**24), st.just("")
-)
+launch = st.builds(Launch, st.sampled_from([*KINDS]), st.integers(1, 64), st.integers(0, 2**24), st.just(""))
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
-@given(st.lists(launches, min_size=1, max_size=15), st.sampled_from([*STORED]), st.booleans())
+@given(st.lists(launch, min_size=1, max_size=15), st.sampled_from([*STORED]), st.booleans())
 def test_no_modelled_timeline_breaks_the_rules(work, name, ahead):
     ends = []
     for end in ("fast", "middle", "slow"):
@@ -259,9 +257,8 @@ def test_what_if_by_hand():
 
 def test_what_if_leaves_large_and_fused_copies_alone():
     for work in (memcpys(1, 2**30) + memcpys(5, 2**20), [Launch("foreach", 9, 99, str(i)) for i in range(6)]):
-        (row,) = what_if_grouped(
-            find_copy_bursts(simulate(work, round_profile())), round_profile()
-        ).itertuples()
+        bursts = find_copy_bursts(simulate(work, round_profile()))
+        (row,) = what_if_grouped(bursts, round_profile()).itertuples()
         assert row.launches == 6 and row.saved_us == pytest.approx(0)
 
 
