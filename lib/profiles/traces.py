@@ -51,7 +51,8 @@ CATEGORIES = dict(zip(KINDS, KINDS)) | {"gpu_memcpy": "memcpy", "gpu_memset": "m
 CATEGORIES |= {"cpu_op": "host_op", "operator": "host_op", "user_annotation": "annotation"}
 CATEGORIES |= {"python_function": "python", "cuda_runtime": "runtime", "cuda_driver": "runtime"}
 COPY, FOREACH = "aten::copy_", "aten::_foreach_copy_"
-FOREACH_KERNEL = r"multi_tensor_apply_kernel.*\bCopy(?:Functor)?<"  # ForeachBinaryOpList.cu
+# anchored: else a name that repeats itself takes quadratic time
+FOREACH_KERNEL = r"^(?=.*multi_tensor_apply_kernel).*\bCopy(?:Functor)?<"  # ForeachBinaryOpList.cu
 NVTX_NUMBERS = r"(?:, seq = \d+)?, op_id = \d+.*"  # of PyTorch's operators: "aten::copy_, seq = 4, op_id = 9"
 COPY_KERNELS = (
     # behind copy_ (Copy.cu; of PyTorch 1.8, too), SGLang's one for all pairs, and this project's own
