@@ -4,14 +4,4 @@ import os
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's progress messages would fill notebooks
 
-from lib.copies import (
-    Call,
-    CopyPlan,
-    ReplayCopies,
-    StaticInput,
-    grouped,
-    grouped_foreach_copy_,
-    run,
-)
-
-__all__ = ["Call", "CopyPlan", "ReplayCopies", "StaticInput", "grouped", "grouped_foreach_copy_", "run"]
+from lib.copies import Call, CopyPlan, ReplayCopies, StaticInput, grouped, grouped_foreach_copy_, run

@@ -1,9 +1,8 @@
 """Copy many small tensors into static buffers with few launches. One file, torch only: take it away.
 
-Before a CUDA graph is replayed, a step's inputs are copied into its static buffers: one `copy_()`, one
-launch a field. `grouped` makes one per dtype pair, `CopyPlan` keeps views and groups from step to step,
-`ReplayCopies` is an engine's whole input section. All of it makes lists of `Call`s: `run` runs them, and
-lib/launches.py counts. A new field is a `StaticInput`, a new grouping a `route`.
+Before a CUDA graph is replayed, a step's inputs are copied into its static buffers, one launch a field.
+`grouped` makes one per dtype pair, `CopyPlan` keeps views and groups, `ReplayCopies` is an engine's whole
+input section. All make lists of `Call`s, for `run`. A new field is a `StaticInput`, a new grouping a `route`.
 """
 
 from __future__ import annotations
@@ -41,24 +40,18 @@ class Call(NamedTuple):
     kept: Callable | None = None
 
 
-# In C, for every step: a call of its five parts, and a tensor's attribute.
-bind, is_nested = partial(tuple.__new__, Call), Tensor.is_nested.__get__
-
-
-def run(calls: Iterable[Call]) -> None:
-    """Make the calls, in order. Autograd does not record them: static buffers belong to no step's graph."""
-    if torch.is_grad_enabled():
-        with torch.no_grad():
-            return run(calls)
-    for op, dsts, srcs, value, kept in calls:
-        if op == "foreach":
-            torch._foreach_copy_(dsts, srcs)
-        elif op == "fused":
-            kept(srcs)
-        elif op == "fill_":
-            dsts[0].fill_(value)
-        else:
-            dsts[0].copy_(srcs[0])
+def run(calls: Iterable[Call | tuple]) -> None:
+    """Make the calls, in order. Autograd does not see them: static buffers belong to no step's graph."""
+    with torch._C._AutoDispatchBelowAutograd():
+        for op, dsts, srcs, value, kept in calls:
+            if op == "foreach":
+                torch._foreach_copy_(dsts, srcs)
+            elif op == "fused":
+                kept(srcs)
+            elif op == "fill_":
+                dsts[0].fill_(value)
+            else:
+                dsts[0].copy_(srcs[0])
 
 
 def grouped_foreach_copy_(dsts: Tensors, srcs: Tensors, names: Sequence[str] | None = None) -> None:
@@ -117,7 +110,9 @@ class CopyPlan:
     lie. The same pair twice is one copy. Raises as `check_pairs`."""
 
     def __init__(self, dsts, src_dtypes, names=None, constants=(), route=grouped_dma, check="step") -> None:
-        self.route, self.misses, self.check_memory = route, 0, ("step", "full").index(check)
+        self.route = route
+        self.misses = 0
+        self.check_memory = ("step", "full").index(check)
         self.stand_ins, self.constants = [], [src for _, src in constants]
         for dst, dtype in zip(dsts, src_dtypes, strict=True):
             torch.empty(1, dtype=dst.dtype).copy_(torch.empty(1, dtype=dtype))  # raises now
@@ -136,23 +131,29 @@ class CopyPlan:
 
     def __call__(self, srcs: Tensors) -> None:
         """Raises ValueError for no tensor, another shape or device; nothing has been written then."""
-        run(self.calls(srcs))
+        run(self._checked(srcs))
 
     def calls(self, srcs: Tensors | None = None) -> list[Call]:
         """What `plan(srcs)` does; without `srcs`, for sources as planned."""
-        if srcs is None:
-            srcs = self.stand_ins
-        elif not self._as_before(srcs):
-            check_pairs(self.dsts, [*srcs, *self.constants], self.names)
-            if not self._as_planned(srcs):
+        calls = self.bound(self.stand_ins) if srcs is None else self._checked(srcs)
+        return [Call(*parts) for parts in calls]
+
+    def bound(self, srcs: Tensors) -> list[tuple]:
+        """The parts of the planned calls with these sources, for `run`: unchecked."""
+        every = [*srcs, *self.constants]
+        return [(op, dsts, pick(every), 0, kept) for op, dsts, kept, pick in self.kept]
+
+    def _checked(self, srcs: Tensors) -> Sequence[tuple]:
+        if self._as_before(srcs):
+            return self.bound(srcs)
+        check_pairs(self.dsts, [*srcs, *self.constants], self.names)
+        for src, planned in zip(srcs, self.stand_ins):
+            if src.dtype != planned.dtype or not src.is_contiguous() or is_lazy(src):
                 self.misses += 1
                 return self.route(self._pairs(srcs))
+        if len(srcs) and not self.check_memory:  # the next step's are compared with these, in C
+            self.are_alike = TensorGuards(*srcs, dynamic_dims_sizes=[], dynamic_dims_strides=[]).check
         return self.bound(srcs)
-
-    def bound(self, srcs: Tensors) -> list[Call]:
-        """The planned calls with these sources, unchecked: for a caller who knows them."""
-        every = [*srcs, *self.constants]
-        return [bind((op, dsts, pick(every), 0, kept)) for op, dsts, kept, pick in self.kept]
 
     def _pairs(self, srcs: Tensors) -> list[tuple]:
         every = [*srcs, *self.constants]
@@ -160,19 +161,13 @@ class CopyPlan:
 
     def _as_before(self, srcs: Tensors) -> bool:
         """Whether these, none twice, are like the last ones in all but addresses (dynamo/guards.cpp)."""
-        try:  # with a nested tensor the guards would abort the process
-            return True not in map(is_nested, srcs) and self.are_alike(*srcs)
-        except TypeError:  # no tensors, or another number of them
+        try:
+            for src in srcs:
+                if src.is_nested:  # where the guards would abort the process
+                    return False
+            return self.are_alike(*srcs)
+        except (AttributeError, TypeError):  # no tensors, or another number of them
             return False
-
-    def _as_planned(self, srcs: Tensors) -> bool:
-        """Whether the planned calls serve these. If so, the next step's are compared with them, in C."""
-        for src, planned in zip(srcs, self.stand_ins):
-            if src.dtype != planned.dtype or not src.is_contiguous() or is_lazy(src):
-                return False
-        if len(srcs) and not self.check_memory:
-            self.are_alike = TensorGuards(*srcs, dynamic_dims_sizes=[], dynamic_dims_strides=[]).check
-        return True
 
 
 @dataclass(frozen=True)
@@ -200,30 +195,36 @@ class StaticInput:
 class ReplayCopies:
     """All input copies of a graph runner: a plan for each batch size and set of fields, made on first use.
 
-    Padding is written every step, in the groups: engines share buffers and graphs write into inputs. It goes
-    as far as the graph reads or, pad_to="buffer", as SGLang. pads_stay leaves it out. options: a plan's."""
+    Padding is written every step, in the groups, as far as the graph reads or, pad_to="buffer", as SGLang:
+    buffers are shared, graphs write into inputs. pads_stay leaves it out. options: a plan's."""
 
     def __init__(self, fields, pad_to="captured", pads_stay=False, **options) -> None:
-        self.fields, self.pads_stay, self.options = dict(fields), pads_stay, options
+        self.fields = dict(fields)
+        self.pads_stay, self.options = pads_stay, options
         self.whole_buffers = ("captured", "buffer").index(pad_to)
         self.plans: dict[tuple, CopyPlan] = {}
 
     def __call__(self, inputs: Mapping, batch_size: int, captured: int) -> None:
         """Fill the buffers of a graph for `captured` requests from tensors by name, None for one that does
         not come. ValueError names a field that is unknown, missing or does not fit, before it writes."""
-        run(self.calls(inputs, batch_size, captured))
+        plan, srcs = self._plan(inputs, batch_size, captured)
+        plan(srcs)
 
     def calls(self, inputs: Mapping, batch_size: int, captured: int) -> list[Call]:
-        given = {name: src for name, src in inputs.items() if src is not None}
-        plan = self.plans.get((batch_size, captured, *given)) or self._plan(given, batch_size, captured)
-        return plan.calls(list(given.values()))
+        plan, srcs = self._plan(inputs, batch_size, captured)
+        return plan.calls(srcs)
 
     def prepare(self, batch_sizes: Mapping[int, int]) -> None:
         """Make the plans for all fields ahead: batch size -> the captured size that holds it."""
         for batch_size, captured in batch_sizes.items():
-            self._plan({name: field.buffer for name, field in self.fields.items()}, batch_size, captured)
+            self._make({name: field.buffer for name, field in self.fields.items()}, batch_size, captured)
 
-    def _plan(self, given: Mapping, batch_size: int, captured: int) -> CopyPlan:
+    def _plan(self, inputs: Mapping, batch_size: int, captured: int) -> tuple[CopyPlan, list[Tensor]]:
+        given = {name: src for name, src in inputs.items() if src is not None}
+        plan = self.plans.get((batch_size, captured, *given)) or self._make(given, batch_size, captured)
+        return plan, list(given.values())
+
+    def _make(self, given: Mapping, batch_size: int, captured: int) -> CopyPlan:
         for name, src in given.items():
             if name not in self.fields or not isinstance(src, Tensor):
                 raise ValueError(f"{name}: expected a tensor for one of {list(self.fields)}, got {type(src)}")

@@ -1,47 +1,34 @@
-"""What other engines copy before a replay (`data/engines.csv`): their calls today, and with what is here.
+"""What other engines copy before a replay: their calls today, and with what is here.
 
-A row is a field: its dtype and its source's, its shape for n requests in words of SIZES, its padding and when
-that is filled (pad, pad_writes), the way it gets there, whose memory it shares (same_as; it is copied again),
-when it comes ("always" is counted), where that is to be read (place) and where we did (checked). Tensors lie
-on `meta`, sources of the host on the CPU.
+A row of data/engines.csv is a field of an engine; data/README.md explains the columns. Tensors lie on `meta`,
+sources of the host on the CPU.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from itertools import product
-from math import prod
+from collections import defaultdict
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import pandas as pd
 import torch
-from torch import Tensor
 
-from lib.copies import DEFAULT_DMA_BYTES, Call, grouped
+from lib.copies import Call, grouped
 from lib.launches import launches
-from lib.strategies import ROUTES, Step, copies, fills, fused_call, small_copy
+from lib.strategies import ROUTES, Step, copies, fills, fused_pairs
 
 CSV = Path(__file__).parents[1] / "data" / "engines.csv"
-MAX_BATCH_SIZE = 64  # the largest that is captured: n of the buffers
-SIZES = {  # what words in the file stand for
-    "k": 4,  # of top-k
-    "s": 3,  # speculative steps
-    "w": 4,  # tokens a request
-    "hidden": 4096,
-    "vocab": 32_000,
-    "dsa": 64,
-    "blocks": 64,  # pages of a table
-    "used": 16,  # of them, in a step
-}
+MAX_BATCH_SIZE = 64  # the largest that is captured: requests of the buffers
+SIZES = {"k": 4, "s": 3, "w": 4, "hidden": 4096, "vocab": 32_000, "dsa": 64, "blocks": 64, "used": 16}
 WAYS = {  # of the file
     "copy_": copies,
     "copy_ of upload": copies,
     "upload": copies,
     "foreach": grouped,
-    "small_copy": lambda pairs: small_copy(Step(dict(enumerate(pairs)))),
-    "kernel": lambda pairs: [fused_call(pairs)],
-    "second kernel": lambda pairs: [fused_call(pairs)],
+    "small_copy": fused_pairs,  # SGLang's kernel takes all of these
+    "kernel": fused_pairs,
+    "second kernel": fused_pairs,
     "fill": lambda pairs: [],  # one of the step's fills
 }
 TABLE = {  # way -> route of `Engine.calls`
@@ -52,23 +39,10 @@ TABLE = {  # way -> route of `Engine.calls`
 }
 
 
-def length(text: str, requests: int) -> int:
-    """What the file writes as n*k, or n+1; no requests have no rows."""
-    words = SIZES | {"n": requests, "n+1": requests and requests + 1}
-    factors = [words.get(word, word) for word in text.split("*")]
-    return prod(map(int, factors))
-
-
-def part(row: NamedTuple, first: int, end: int) -> Tensor:
-    """The part of a field's buffer for requests `first` up to `end`."""
-    room, index = [], []
-    for text in row.shape.split(", "):
-        start = length(text, first)
-        stop = length(text, end)
-        room.append(length(text.replace("used", "blocks"), MAX_BATCH_SIZE))
-        index.append(slice(start if start < stop else 0, stop))
-    buffer = torch.empty(room, dtype=getattr(torch, row.dtype), device="meta")
-    return buffer[tuple(index)]
+@cache
+def sizes(shape: str, n: int, m: int) -> list[int]:
+    """A shape of the file, such as "n*w, hidden", for n requests in a batch of m."""
+    return pd.eval(f"[{shape}]", engine="python", local_dict=SIZES | {"n": n, "m": m})
 
 
 class Engine(NamedTuple):
@@ -81,36 +55,36 @@ class Engine(NamedTuple):
         if not 0 < batch_size <= captured <= MAX_BATCH_SIZE:
             raise ValueError(f"expected 1 to {MAX_BATCH_SIZE} requests, got {batch_size} of {captured}")
         step = Step()
+        padding = captured - batch_size
         for row in self.rows:
-            requests = captured if row.pad_writes == "batch" else batch_size
-            padded = requests < captured
-            dst = part(row, 0, requests)
-            rest = part(row, requests, captured)
-            device = "cpu" if row.way == "upload" else "meta"
+            room = sizes(row.shape.replace("used", "blocks"), MAX_BATCH_SIZE, MAX_BATCH_SIZE)
+            buffer = torch.empty(room, dtype=getattr(torch, row.dtype), device="meta")
+            first = [slice(size) for size in sizes(row.shape, batch_size, captured)]
+            dst = buffer[tuple(first)]
+            on_host = row.way == "upload"
+            device = "cpu" if on_host else "meta"
             dtype = getattr(torch, row.source_dtype)
-            src = torch.empty(dst.shape, dtype=dtype, device=device)
-            fields = step.large if dst.nbytes >= DEFAULT_DMA_BYTES else step.small
-            fields[row.field] = dst, src
-            when, _, what = row.pad_writes.partition(", ")
-            if when == "every step" or (when == "padded" and padded):
-                filled = rest if what == "tail" else dst._base
-                step.fills.append((filled, int(row.pad)))
-            if row.pad and padded and row.way != "upload":
-                constant = torch.full_like(rest, int(row.pad), dtype=dtype)
-                step.pads.append((rest, constant))
+            step.small[row.field] = dst, torch.empty_like(dst, dtype=dtype, device=device)
+            filled = {"every step": buffer}
+            if padding and row.pad and not on_host:
+                last = [slice(-size, None) for size in sizes(row.shape, padding, captured)]
+                rest = buffer[tuple(last)]  # as many rows as padding takes
+                step.pads.append((rest, torch.empty_like(rest, dtype=dtype)))
+                filled |= {"padded": buffer, "tail": rest}
+            if row.pad_writes in filled:
+                step.fills.append((filled[row.pad_writes], int(row.pad)))
         return step
 
     def calls(self, batch_size: int, captured: int, route: str = "") -> list[Call]:
         """As made today; by `ReplayCopies` with a route of ROUTES; "packed": the host's in one upload."""
         step = self.step(batch_size, captured)
-        pairs = step.small | step.large
         ways = defaultdict(list)
         for row in self.rows:
-            ways[row.way].append(pairs[row.field])
+            ways[row.way].append(step.small[row.field])
         if not route:
             made = fills(step)
-            for way, those in ways.items():
-                made += WAYS[way](those)
+            for way, pairs in ways.items():
+                made += WAYS[way](pairs)
             return made
         uploads = ways.pop("upload", [])
         if route in ROUTES:
@@ -129,12 +103,11 @@ def engines() -> dict[str, Engine]:
     return {name: Engine([*rows.itertuples()]) for name, rows in by_engine}
 
 
-def table(batch_size: int = 13, captured: int = 16) -> pd.DataFrame:
-    """Launches of a step by kind: a row for each engine, way, and batch (`captured` requests, or fewer)."""
-    rows = []
-    for (name, engine), requests, way in product(engines().items(), (captured, batch_size), TABLE):
-        made = launches(engine.calls(requests, captured, TABLE[way]))
-        kinds = Counter(launch.kind for launch in made)
-        row = {"engine": name, "way": way, "padded": requests < captured}
-        rows.append(row | {"launches": len(made)} | kinds)
-    return pd.DataFrame(rows).fillna(0)
+def table(batch_size: int, captured: int) -> pd.DataFrame:
+    """Launches of a step: a row for each engine, a column for each way."""
+    counts = defaultdict(dict)
+    for name, engine in engines().items():
+        for way, route in TABLE.items():
+            made = launches(engine.calls(batch_size, captured, route))
+            counts[way][name] = len(made)
+    return pd.DataFrame(counts)

@@ -10,17 +10,15 @@ in lib/kinds.py, a branch in `served`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
 
 import torch
 from torch import Tensor
 
-from lib.copies import FUSED_DTYPES, Call, grouped_dma, is_lazy, place
+from lib.copies import FUSED_DTYPES, Call, Tensors, grouped_dma, is_lazy, place
 from lib.kinds import KINDS, Launch
-
-Tensors = Sequence[Tensor]
 
 
 def foreach_limits() -> tuple[int, int]:
@@ -178,7 +176,8 @@ def explain(calls: Iterable[Call], names: Iterable[str] = ()) -> list[Explanatio
     single = [(call.dsts[0], call.srcs[0]) for call in calls if call.op == "copy_"]
     others = {}  # that a single copy could go together with
     for group in grouped_dma(single):
-        others |= dict.fromkeys(map(id, group.dsts), len(group.dsts) - 1)
+        n_others = len(group.dsts) - 1
+        others |= dict.fromkeys(map(id, group.dsts), n_others)
     rows = []
     for call in calls:
         serving = {}

@@ -1,17 +1,16 @@
 """A notebook in JupyterLab as a reader meets it: in Chromium, run through the menu, looked at."""
 
+import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
-import urllib.request
 from pathlib import Path
 
 import nbformat
 import pytest
 from execute_notebook import SHOWS
-from tiny_notebooks import wait_for
+from tiny_notebooks import PATIENCE_S, wait_for
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOK = ROOT / "notebooks" / "04_grouped_foreach_plus_dma.ipynb"  # with figures and a live panel
@@ -20,8 +19,8 @@ CHROMEDRIVER = shutil.which("chromedriver")
 FLAGS = """--headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync
 --disable-background-networking --disable-component-update --window-size=1400,2000"""
 SETTINGS = {  # every cell in the page, nothing asked of the network, no pop-ups
-    "notebook-extension/tracker.jupyterlab-settings": '{"windowingMode": "none"}',
-    "apputils-extension/notification.jupyterlab-settings": '{"fetchNews": "false", "checkForUpdates": false}',
+    "notebook-extension/tracker": {"windowingMode": "none"},
+    "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
 }
 ERRORS = '[data-mime-type="application/vnd.jupyter.error"], [data-mime-type="application/vnd.jupyter.stderr"]'
 
@@ -38,32 +37,29 @@ def lab(tmp_path):
     assert text.count("quick = False") == 1
     (tmp_path / NOTEBOOK.name).write_text(text.replace("quick = False", "quick = True"), encoding="utf-8")
     home = tmp_path / "jupyter"
-    for name, text in SETTINGS.items():
-        (home / "settings/@jupyterlab" / name).parent.mkdir(parents=True, exist_ok=True)
-        (home / "settings/@jupyterlab" / name).write_text(text, encoding="utf-8")
+    for name, settings in SETTINGS.items():
+        file = home / "settings/@jupyterlab" / f"{name}.jupyterlab-settings"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(settings), encoding="utf-8")
     folders = {f"JUPYTER_{name}_DIR": str(home / name) for name in ("CONFIG", "RUNTIME", "DATA")}
     folders |= {f"JUPYTERLAB_{name}_DIR": str(home / name.lower()) for name in ("SETTINGS", "WORKSPACES")}
     environment = os.environ | folders | {"JUPYTER_PREFER_ENV_PATH": "1"}
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    address = f"http://127.0.0.1:{port}"
-    options = ["--no-browser", "--allow-root", "--ServerApp.ip=127.0.0.1", f"--ServerApp.port={port}"]
-    options += ["--ServerApp.port_retries=0", "--IdentityProvider.token=", f"--ServerApp.root_dir={tmp_path}"]
+    options = ["--no-browser", "--allow-root", "--ServerApp.ip=127.0.0.1", "--IdentityProvider.token="]
+    command = [sys.executable, "-m", "jupyterlab", *options, f"--ServerApp.root_dir={tmp_path}"]
     log = home / "lab.log"
+
+    def about() -> str:  # what the server writes once it listens
+        return "".join(file.read_text() for file in home.glob("RUNTIME/jpserver-*.json"))
+
     with log.open("wb") as file:
-        command = [sys.executable, "-m", "jupyterlab", *options]
         server = subprocess.Popen(command, stdout=file, stderr=file, env=environment)
     try:
-        wait_for(lambda: answers(f"{address}/api/status") or server.poll() is not None)
+        wait_for(lambda: about() or server.poll() is not None)
         assert server.poll() is None, log.read_text(encoding="utf-8")
-        yield address
+        yield json.loads(about())["url"]
     finally:
         server.terminate()  # ends its kernels too
-        try:
-            server.wait(20)
-        except subprocess.TimeoutExpired:
-            server.kill()
+        server.wait(PATIENCE_S)
 
 
 @pytest.fixture
@@ -83,27 +79,27 @@ def test_a_notebook_runs_in_jupyterlab(lab, browser):
     hidden = [cell for cell in code if cell.metadata.get("jupyter", {}).get("source_hidden")]  # no prompt
 
     def find(selector: str) -> list:
-        return browser.find_elements("css selector", f".jp-NotebookPanel {selector}")
+        return browser.find_elements("css selector", selector)
 
     def texts(selector: str) -> list[str]:
         script = "return [...document.querySelectorAll(arguments[0])].map(e => e.innerText.trim())"
-        return browser.execute_script(script, f".jp-NotebookPanel {selector}")
+        return browser.execute_script(script, selector)
 
-    def status() -> str:
-        return find(".jp-Notebook-ExecutionIndicator")[0].get_attribute("data-status")
+    def is_idle() -> bool:
+        return find(".jp-Notebook-ExecutionIndicator")[0].get_attribute("data-status") == "idle"
 
-    browser.get(f"{lab}/lab/tree/{NOTEBOOK.name}?reset")
-    wait_for(lambda: len(find(".jp-CodeCell")) == len(code) and status() == "idle")
+    browser.get(f"{lab}lab/tree/{NOTEBOOK.name}?reset")
+    wait_for(lambda: len(find(".jp-CodeCell")) == len(code) and is_idle())
     browser.find_element("xpath", "//*[contains(@class,'lm-MenuBar-itemLabel')][.='Run']").click()
     entry = ".lm-Menu-item[data-command='runmenu:run-all']"
-    wait_for(lambda: browser.find_elements("css selector", entry))
-    browser.find_element("css selector", entry).click()
+    wait_for(lambda: find(entry))
+    find(entry)[0].click()
 
     def ended() -> bool:
         prompts = texts(".jp-InputPrompt")
         all_ran = sum(prompt.strip("[]:").isdigit() for prompt in prompts) == len(code) - len(hidden)
         claims = [text for text in texts(".jp-OutputArea-output") if text.startswith("✓")]
-        return "[*]:" not in prompts and status() == "idle" and bool(find(ERRORS) or (all_ran and claims))
+        return "[*]:" not in prompts and is_idle() and bool(find(ERRORS) or (all_ran and claims))
 
     try:
         wait_for(ended)
@@ -117,11 +113,3 @@ def test_a_notebook_runs_in_jupyterlab(lab, browser):
     finally:
         (ROOT / "runs").mkdir(exist_ok=True)
         browser.save_screenshot(str(ROOT / "runs" / f"browser-{NOTEBOOK.stem}.png"))
-
-
-def answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=2) as response:
-            return response.status == 200
-    except OSError:
-        return False

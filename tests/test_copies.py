@@ -173,6 +173,10 @@ def test_autograd_records_nothing_and_inference_mode_is_kept_apart():
         copy([src * 2, src])
         assert not dst.requires_grad and dst.tolist() == [2.0] * 4 and torch.is_grad_enabled()
         dst.zero_()
+    needs_dst = torch.ones(4, requires_grad=True) * dst
+    CopyPlan([dst], [torch.float32])([src])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):  # it sees that it was written
+        needs_dst.sum().backward()
     with torch.inference_mode():
         dst = torch.zeros(4)
         CopyPlan([dst], [torch.float32])([torch.ones(4)])

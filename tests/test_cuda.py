@@ -16,6 +16,7 @@ from lib.strategies import STRATEGIES, Step
 from tests.stand_in import record
 from tests.tensors import assert_copies_or_refuses, one_nan, pairs, properties, same, snapshot
 from tests.test_eagle_runners import RUNNERS, WAYS, both_runners
+from tests.test_launches import PAIRS
 
 pytestmark = [
     pytest.mark.cuda,
@@ -84,45 +85,20 @@ def test_strategies_leave_on_the_device_the_bits_of_a_loop_of_copy(case):
     assert_copies_or_refuses(case, *copies, settle=one_nan)
 
 
-def odd_pairs():
-    """Sources that engines have at hand, and what the rules of Copy.cu are about."""
-    wide = torch.arange(64 * 64, device=DEVICE).view(64, 64)
-    new = lambda *shape, dtype=torch.int64: torch.zeros(shape, dtype=dtype, device=DEVICE)  # noqa: E731
-    return {
-        "contiguous": (new(64), wide[0]),
-        "column": (new(64), wide[:, 1]),
-        "slice of wider rows": (new(64, 8), wide[:, :8]),
-        "into a slice of wider rows": (wide.clone()[:, :8], new(64, 8)),
-        "whole rows": (new(2, 64), wide[:2]),
-        "transposed": (new(64, 64), wide.t()),
-        "transposed both": (new(64, 64).t(), wide.t()),
-        "broadcast length": (new(64), wide[0, :1].expand(64)),
-        "0-dim": (new(), wide[3, 3]),
-        "int64 to int32": (new(64, dtype=torch.int32), wide[0]),
-        "large": (new(2**20), new(2**20)),
-        "pageable upload": (new(64), wide[0].cpu()),
-        "pinned upload": (new(64), wide[0].cpu().pin_memory()),
-        "download": (torch.zeros(64, dtype=torch.int64), wide[0]),
-    }
-
-
-def test_predicted_routes_of_single_calls_are_those_counted():
-    cases = odd_pairs()
-    calls = {f"copy_ {name}": [Call("copy_", [dst], [src])] for name, (dst, src) in cases.items()}
-    for name, (dst, src) in cases.items():
-        if dst.device == src.device:
-            calls[f"foreach {name}"] = [Call("foreach", [dst], [src])]
-    for odd in ("slice of wider rows", "whole rows"):
-        dsts, srcs = zip(*(cases[name] for name in ("contiguous", "large", odd)))
-        calls[f"foreach with {odd}"] = [Call("foreach", list(dsts), list(srcs))]
-    calls["fill"] = [Call("fill_", [cases["contiguous"][0]], value=3)]
-    assert_counted_as_predicted(calls)
-
-
-def test_one_launch_holds_64_tensors_or_what_this_build_is_inferred_to_hold():
-    """A difference here tells that lib.launches.foreach_limits infers the limits of this build wrong."""
+def test_predicted_launches_of_single_calls_are_those_counted():
+    i64, large = torch.zeros(64, dtype=torch.int64, device=DEVICE), torch.zeros(2**20, device=DEVICE)
+    new = torch.arange(24.0, device=DEVICE).view(4, 6)
+    cases = {str(n): pair(torch.zeros_like(new), new) for n, (pair, _) in enumerate(PAIRS)}
+    cases |= {"converts": (i64.int(), i64), "large": (large, large + 1)}
     calls = {}
-    for n in (64, foreach_limits()[0], foreach_limits()[0] + 1):
-        tensors = [torch.zeros(8, dtype=torch.int64, device=DEVICE) for _ in range(n)]
-        calls[str(n)] = [Call("foreach", tensors, [t.clone() for t in tensors])]
+    for name, (dst, src) in cases.items():
+        if not dst.is_neg():  # which foreach refuses to write
+            calls[f"foreach {name}"] = [Call("foreach", [new.clone(), dst], [new, src])]
+    cases |= {"pageable": (i64, i64.cpu()), "pinned": (i64, i64.cpu().pin_memory())}
+    cases["download"] = i64.cpu(), i64
+    calls |= {f"copy_ {name}": [Call("copy_", [dst], [src])] for name, (dst, src) in cases.items()}
+    calls["fill"] = [Call("fill_", [i64], value=3)]
+    for n in (64, foreach_limits()[0], foreach_limits()[0] + 1):  # what this build is inferred to hold
+        tensors = [i64.clone() for _ in range(n)]
+        calls[f"{n} tensors"] = [Call("foreach", tensors, [i64] * n)]
     assert_counted_as_predicted(calls)

@@ -20,10 +20,8 @@ def all_candidates(topk, num_steps):
 
 @torch.no_grad()
 def plain_head(target, head, text, drafted=()):
-    """Logits of the head at every position of `text` and of a chain `drafted` after it, by causal attention.
-
-    `text` includes the last token that is not committed yet. Returns (len(text) - 1 + len(drafted), V).
-    """
+    """Logits (n, V) of the head at every position of `text`, the last of which is not committed yet, and of a
+    chain `drafted` after it, by causal attention."""
     n = len(text) - 1
     positions = torch.arange(n + len(drafted))[None]
     hidden = target(torch.tensor([text[:-1]]), positions[:, :n], causal_attention)
@@ -32,18 +30,6 @@ def plain_head(target, head, text, drafted=()):
         features = head(target.embed(tokens[:, :end]), hidden, positions[:, :end], causal_attention)
         hidden = torch.cat((hidden, features[:, -1:]), dim=1)  # its own predicted feature fed back
     return target.lm_head(features)[0]
-
-
-def lane_paths(out, request, topk):
-    """[level][lane]: the drafted tokens up to that lane, from the output that lists all candidates."""
-    parents, tokens = out.parent_list[request].tolist(), out.draft_tokens[request].tolist()
-
-    def path(candidate):
-        above = [] if candidate < topk else path(parents[candidate // topk])
-        return [*above, tokens[candidate]]
-
-    levels = [parents[i : i + topk] for i in range(1, len(parents), topk)]
-    return [[path(candidate) for candidate in lanes] for lanes in levels]
 
 
 @pytest.mark.parametrize(
@@ -56,53 +42,34 @@ def test_draft_and_extend_logits_equal_a_recomputation(topk, num_steps, layout):
     config = EagleConfig.tiny(**sizes, layout=layout, dtype=torch.float32)
     target, head = load_trained(config)
     worker = EagleWorker(config, target, head)
-    seen = {}
-
-    def draft_eagerly(bs):
-        seen["levels"] = []
-        inputs = worker.draft.producer(worker.draft.padded_batch_size(bs)).inputs
-        keep = target.lm_head.register_forward_hook(lambda *call: seen["levels"].append(call[2]))
-        seen["tree"] = draft_forward(worker.model, inputs)
-        keep.remove()
-        return seen["tree"]._make(t[:bs] for t in seen["tree"])
-
-    replay = worker.extend.replay_graph
-
-    def keep_extend(bs):
-        out = replay(bs)
-        seen["extend"] = out.logits.clone().view(bs, -1, config.vocab_size)
-        return out
-
-    worker.draft.replay_graph, worker.extend.replay_graph = draft_eagerly, keep_extend
+    logits = []  # of each time that anything asks for some
+    target.lm_head.register_forward_hook(lambda *call: logits.append(call[2]))
     for prompt in load_prompts()[:3]:
         worker.submit(prompt, 60)
     for _ in range(3):
         worker.step()
+        *levels, _, extended = logits[-num_steps - 1 :]  # the last but one is verify's
+        drafted, extended = torch.cat(levels, dim=1), extended.view(len(levels[0]), -1, config.vocab_size)
+        lanes = worker.draft.graphs[4].outputs.parent_list[:, 1:]  # candidates, of which the tree has all
         for i, request in enumerate(worker.running):
             text, gained = request.prompt + request.output, request.accept_lengths[-1]
-            before, n = text[:-gained], len(text) - gained - 1
-            paths = lane_paths(seen["tree"], i, topk)
-            assert len(paths) == num_steps - 1
-            for logits, lanes in zip(seen["levels"], paths, strict=True):
-                expected = torch.stack([plain_head(target, head, before, path)[-1] for path in lanes])
-                torch.testing.assert_close(logits[i], expected, atol=2e-4, rtol=1e-4)
-            expected = plain_head(target, head, text)[n:]
-            rows = seen["extend"][i, :gained]
+            paths = [worker.tree.tokens[i, worker.tree.mask[i, lane + 1]][1:] for lane in lanes[i]]
+            before = [plain_head(target, head, text[:-gained], path.tolist())[-1] for path in paths]
+            torch.testing.assert_close(drafted[i], torch.stack(before), atol=2e-4, rtol=1e-4)
+            after = plain_head(target, head, text)[-gained:]
             if layout == "2026-10":  # the graph has picked the last of them
-                expected = expected[-1:]
-                assert seen["extend"].shape[1] == 1
-            torch.testing.assert_close(rows, expected, atol=2e-4, rtol=1e-4)
+                after = after[-1:]
+                assert extended.shape[1] == 1
+            torch.testing.assert_close(extended[i, :gained], after, atol=2e-4, rtol=1e-4)
 
 
 def walk(tree, predictions, request):
     """Accepted nodes by walking down from the root, as a reader of the EAGLE paper would."""
     tokens, parents, chosen = tree.tokens[request], tree.parents[request], predictions[request]
-    path = []
-    agreeing = [0]
-    while agreeing:
-        path.append(node := agreeing[0])
-        children = [j for j in range(node + 1, len(tokens)) if parents[j] == node]
-        agreeing = [j for j in children if tokens[j] == chosen[node]]
+    path = [0]
+    for node in range(1, len(tokens)):  # parents come before their children
+        if parents[node] == path[-1] and tokens[node] == chosen[path[-1]]:
+            path.append(node)
     return path
 
 
@@ -127,21 +94,18 @@ def test_tree_and_acceptance_against_a_walk(topk, num_steps, seed, sharp, data):
     for i in range(4):
         chosen = out.top_scores_index[i].tolist()
         for node, candidate in enumerate(chosen, start=1):
-            parent = out.parent_list[i, candidate // topk].item()
-            assert parent == -1 or parent in chosen  # no chosen node lacks its parent
-            assert tree.parents[i, node] == (0 if parent == -1 else chosen.index(parent) + 1)
-            line, at = {node}, node
-            while at:
-                at = tree.parents[i, at].item()
-                line.add(at)
-            assert set(tree.mask[i, node].nonzero().flatten().tolist()) == line
+            parent = [-1, *chosen].index(out.parent_list[i, candidate // topk])  # no chosen node lacks it
+            assert tree.parents[i, node] == parent
+            seen = tree.mask[i, parent].clone()
+            seen[node] = True
+            assert torch.equal(tree.mask[i, node], seen)
+        assert tree.mask[i, 0].nonzero().tolist() == [[0]]
 
     some_node = torch.randint(0, w, (4, w), generator=g)  # predictions that follow the tree for a while
     predictions = tree.tokens.gather(1, some_node)
-    for i in range(4):
-        for node in range(1, w):
-            if torch.rand((), generator=g) < 0.6:
-                predictions[i, tree.parents[i, node]] = tree.tokens[i, node]
+    for node in range(1, w):
+        follows = torch.rand(4, generator=g) < 0.6
+        predictions[follows, tree.parents[follows, node]] = tree.tokens[follows, node]
     accepted = accept_greedy(tree, predictions)
     for i in range(4):
         assert accepted[i].nonzero().flatten().tolist() == walk(tree, predictions, i)

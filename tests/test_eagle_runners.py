@@ -1,7 +1,8 @@
 """The two runners: launches, padding, copies, errors; outputs do not depend on the way of copying."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from importlib.util import find_spec
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from lib.eagle import EagleDraftExtendCudaGraphRunner as ExtendRunner
 from lib.eagle.fields import LAYOUTS
 from lib.eagle.model import DraftModel
 from lib.strategies import STRATEGIES
+from lib.workbench.step import StepCopies
 from tests.tensors import Watched, assert_runs_what_is_counted, same, snapshot
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:.*in cast")]
@@ -20,15 +22,13 @@ FLOAT32 = EagleConfig.tiny(dtype=torch.float32)
 RUNNERS = {"draft": (DraftRunner, DraftBatch), "draft_extend": (ExtendRunner, DraftExtendBatch)}
 both_runners = pytest.mark.parametrize("table", RUNNERS)
 NEED_TRITON = ("small_copy", "fused")
-SIZES = [3, 8, 1, 7, 2, 5, 4, 6, 5, 3, 3, 8]  # ragged, padded and not, up and down, the same again
 
 
-@dataclass
-class Way:
+class Way(NamedTuple):
     """A way to have a batch in the buffers: a strategy, or an option and batches written in place."""
 
     options: dict
-    placed: bool = False
+    placed: bool = True
 
     def runner(self, table, config=TINY, **more):
         return RUNNERS[table][0](config, **self.options, **more)
@@ -37,32 +37,15 @@ class Way:
         return runner.place(batch) if self.placed else batch
 
 
-WAYS = {
-    **{name: Way({"strategy": name}) for name in STRATEGIES},
-    "one_allocation": Way({"one_allocation": True}, placed=True),
-    "copy_in_graph": Way({"copy_in_graph": True}, placed=True),
-    "in place": Way({}, placed=True),
-}
+WAYS = {name: Way({"strategy": name}, placed=False) for name in STRATEGIES}
+WAYS |= {option: Way({option: True}) for option in ("one_allocation", "copy_in_graph")}
+WAYS["in place"] = Way({})
 
 
 def ways_for(layout="2026-06"):
     without = () if find_spec("triton") else NEED_TRITON
     converts = layout == "int32_seq_lens"
     return [name for name in WAYS if name not in without and not (converts and name == "uint8_view")]
-
-
-def make(table, config=TINY, strategy="grouped_foreach_dma", batch_size=3, **options):
-    runner, batch_class = RUNNERS[table]
-    return runner(config, strategy), batch_class.random(config, batch_size, **options)
-
-
-def buffers_of(runner):
-    return list(runner.buffers.tensors.values())
-
-
-def given(batch):
-    values = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    return {name: value for name, value in values.items() if value is not None}
 
 
 LAUNCHES = {  # of both replays, full and padded, by layout; no entry where the way refuses or adds nothing
@@ -75,57 +58,50 @@ LAUNCHES = {  # of both replays, full and padded, by layout; no entry where the 
     "fused": {"2026-06": (2, 2), "2026-10": (2, 2), "int32_seq_lens": (2, 2)},
     "one_allocation": {"2026-06": (2, 2), "int32_seq_lens": (2, 2)},
     "copy_in_graph": {"2026-06": (0, 0)},
-    "in place": {"2026-06": (0, 0)},
+    "no_copy": {"2026-06": (0, 0)},
 }
 
 
-@pytest.mark.parametrize(
-    ("preset", "device"), [("tiny", "cpu"), ("llama3-8b", "meta"), ("deepseek-v3", "meta")]
-)
-def test_launches_of_both_replays(preset, device):
+@pytest.mark.parametrize("preset", ["tiny", "llama3-8b", "deepseek-v3"])
+def test_launches_of_both_replays(preset):
+    device = "cpu" if preset == "tiny" else "meta"
     for way, layout in ((way, layout) for way, layouts in LAUNCHES.items() for layout in layouts):
         config = EagleConfig.preset(preset, layout=layout)
         for batch_size, expected in zip((8, 5), LAUNCHES[way][layout]):
-            made = []
-            for table, (_, batch_class) in RUNNERS.items():
-                runner = WAYS[way].runner(table, config, device=device)
-                batch = batch_class.random(config, batch_size).to(device)
-                made += runner.launches(WAYS[way].lay(runner, batch))
-                assert runner.model is None  # gigabytes, for a large preset
+            step = StepCopies.build(config, way, batch_size, device)
             if way == "fused":  # hidden_states of 64 KiB and more by a memcpy: 4 and 3 for llama3-8b
                 rows = batch_size, batch_size * config.num_draft_tokens
                 expected += sum(n * 2 * config.hidden_size >= 65_536 for n in rows)
-            assert len(made) == expected, (way, layout, batch_size)
+            assert len(step.launches()) == expected, (way, layout, batch_size)
+            assert step.draft.model is None  # gigabytes, for a large preset
 
 
 def test_optional_and_converting_fields_cost_what_they_cost_in_sglang():
-    def kinds(batch):
-        return [launch.kind for launch in runner.launches(batch)]
+    def kinds(table, layout="2026-06", batch_size=4, rare=False, **fields):
+        config = EagleConfig.tiny(layout=layout, rare_fields=rare)
+        batch = RUNNERS[table][1].random(config, batch_size)
+        made = WAYS["per_copy"].runner(table, config).launches(replace(batch, **fields))
+        return [launch.kind for launch in made]
 
-    runner, batch = make("draft", EagleConfig.tiny(layout="int32_seq_lens"), "per_copy", 4)
-    assert kinds(batch) == ["elementwise"] + ["memcpy"] * 6  # seq_lens first
-    runner, batch = make("draft_extend", strategy="per_copy", batch_size=4)
-    bare = replace(batch, num_correct_drafts=None, num_accept_tokens=None)
-    assert len(kinds(bare)) == 7
-    assert kinds(replace(bare, extend_seq_lens=None)).count("fill") == 1  # with w instead of copied
-    padded = replace(DraftExtendBatch.random(TINY, 3), extend_seq_lens=None)  # the padding's fill does it
-    assert kinds(padded).count("fill") == 7
-    every = EagleConfig.tiny(layout="2026-10", rare_fields=True)
+    assert kinds("draft", "int32_seq_lens") == ["elementwise"] + ["memcpy"] * 6  # seq_lens first
+    bare = {"num_correct_drafts": None, "num_accept_tokens": None}
+    assert len(kinds("draft_extend", **bare)) == 7
+    assert kinds("draft_extend", extend_seq_lens=None).count("fill") == 1  # with w instead of copied
+    padded = kinds("draft_extend", batch_size=3, extend_seq_lens=None)
+    assert padded.count("fill") == 7  # the padding's fill does it
     for table, copies, fills in (("draft", 7 + 8, 7 + 5), ("draft_extend", 10 + 2, 7 + 2)):
-        runner, batch = make(table, every, "per_copy", 4)
-        assert len(kinds(batch)) == copies and len(kinds(type(batch).random(every, 3))) == copies + fills
+        assert len(kinds(table, "2026-10", rare=True)) == copies
+        assert len(kinds(table, "2026-10", 3, rare=True)) == copies + fills
 
 
-def ragged(table, config, sizes=SIZES):
-    """Batches of these sizes, optional fields coming and going."""
-    batches = []
-    for seed, batch_size in enumerate(sizes):
+def ragged(table, config):
+    """Batches padded and not, up and down, the same again; optional fields come and go."""
+    for seed, batch_size in enumerate([3, 8, 1, 7, 2, 5, 4, 6, 5, 3, 3, 8]):
         batch = RUNNERS[table][1].random(config, batch_size, seed)
         for i, field in enumerate(config.table(table)):
             if not field.required and field.name != "hidden_states" and (seed + i) % 3 == 0:
                 setattr(batch, field.name, None)
-        batches.append(batch)
-    return batches
+        yield batch
 
 
 def assert_rows(runner, batch):
@@ -146,35 +122,28 @@ def assert_rows(runner, batch):
 @both_runners
 @pytest.mark.parametrize(("layout", "topk"), [*((layout, 4) for layout in LAYOUTS), ("2026-06", 1)])
 def test_every_way_leaves_the_same_rows_and_outputs(table, layout, topk):
-    """Bit by bit those of per_copy, over ragged batches, whatever the buffers held before."""
+    """Bit by bit those of per_copy, over ragged batches, whatever the buffers held before. A dispatch mode
+    sees the launches that are counted."""
     config = EagleConfig.tiny(layout=layout, topk=topk, rare_fields=layout == "2026-10")
-    batches = ragged(table, config)
+    batches = list(ragged(table, config))
     reference = WAYS["per_copy"].runner(table, config)
     expected = [snapshot(reference.replay(batch)) for batch in batches]
     for name in ways_for(layout):
         way = WAYS[name]
         runner = way.runner(table, config)  # with a model and a pool of its own
         runner.capture()
-        for buffer in buffers_of(runner):
+        for buffer in runner.buffers.tensors.values():
             buffer.fill_(7)  # a row, slot and token that there is
         interpreted = name in NEED_TRITON  # and slow
         for batch, outputs in list(zip(batches, expected))[: 4 if interpreted else None]:
-            replayed = runner.replay(way.lay(runner, batch))
-            assert same(replayed, outputs), (name, batch.batch_size)
-            assert {len(t) % batch.batch_size for t in replayed} == {0}  # cut to the requests
+            laid = way.lay(runner, batch)
+            assert same(runner.replay(laid), outputs), (name, batch.batch_size)
             if name != "one_allocation":  # which has buffers for each captured size
                 assert_rows(runner, batch)
-
-
-@both_runners
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_dispatch_mode_sees_the_launches_that_are_counted(table, layout):
-    config = EagleConfig.tiny(layout=layout, rare_fields=layout == "2026-10")
-    for name in ways_for(layout):
-        runner = WAYS[name].runner(table, config)
-        for batch in ragged(table, config, [4, 3, 7]):
-            calls = runner.calls(WAYS[name].lay(runner, batch))
-            assert_runs_what_is_counted(calls, host=[runner.buffers.tensors["seq_lens_cpu"]])
+            assert_runs_what_is_counted(runner.calls(laid), host=[runner.buffers.tensors["seq_lens_cpu"]])
+            if not way.placed:  # a new strategy takes effect at once
+                reference.strategy = name
+                assert reference.launches(batch) == runner.launches(batch)
 
 
 @both_runners
@@ -201,48 +170,30 @@ def test_a_capture_depends_on_nothing_and_writes_nothing(table, name):
     captured.capture()
     for runner in (lazy, other):
         runner.copy_inputs(way.lay(runner, large))  # not replayed
-    held, kv = snapshot(buffers_of(lazy)), lazy.model.kv[:, 1:].clone()
+    held, kv = snapshot(lazy.buffers.tensors.values()), lazy.model.kv[:, 1:].clone()
     lazy.capture()
-    assert same(buffers_of(lazy), held) and torch.equal(lazy.model.kv[:, 1:], kv)
+    assert same(lazy.buffers.tensors.values(), held) and torch.equal(lazy.model.kv[:, 1:], kv)
     assert same(captured.replay(way.lay(captured, first)), other.replay(way.lay(other, first)))
 
 
 @both_runners
-def test_a_new_strategy_takes_effect_at_once(table):
-    runner, batch = make(table, strategy="copy_plan")
-    for name in ("copy_plan", "per_copy", "copy_plan"):
-        runner.strategy = name
-        assert runner.launches(batch) == WAYS[name].runner(table).launches(batch)
-    runner.strategy = lambda step: []  # a strategy of the reader's own
-    assert runner.launches(batch) == []
-
-
-@both_runners
-def test_a_batch_written_in_place_needs_no_copy(table):
-    runner, batch = make(table, batch_size=5)
+@pytest.mark.parametrize("name", ["in place", "one_allocation", "copy_in_graph"])
+def test_a_batch_written_where_sources_lie_serves_until_another_comes(table, name):
+    """In place it needs no copy. Where sources have to lie there, others are refused."""
+    way = WAYS[name]
+    runner, batch = way.runner(table), RUNNERS[table][1].random(TINY, 5)
     other = RUNNERS[table][1].random(TINY, 6, seed=4)
-    expected = snapshot(runner.replay(batch))
+    expected = snapshot(WAYS["per_copy"].runner(table).replay(batch))
     for _ in range(2):
-        runner.copy_inputs(other)
         inside = runner.inputs(5)
-        for name, buffer in given(inside).items():
-            buffer.copy_(getattr(batch, name))
-        assert runner.calls(inside) == [] and same(runner.replay(inside), expected)
-        assert_rows(runner, batch)
-    runner.copy_inputs(other)
-    with pytest.raises(ValueError, match="`inputs` returned last"):  # its rows hold the other batch
-        runner.calls(inside)
-
-
-@pytest.mark.parametrize("name", ["one_allocation", "copy_in_graph"])
-def test_sources_elsewhere_are_refused_where_they_have_to_be_placed(name):
-    runner, batch = WAYS[name].runner("draft"), DraftBatch.random(TINY, 3)
-    placed = runner.place(batch)
-    runner.copy_inputs(placed)
-    runner.place(DraftBatch.random(TINY, 5))
-    for wrong in (batch, placed):
-        with pytest.raises(ValueError, match="batch: expected what `place` or `inputs` returned last"):
-            runner.copy_inputs(wrong)
+        for field, buffer in inside.tensors().items():
+            buffer.copy_(getattr(batch, field))
+        assert len(runner.calls(inside)) == (name == "one_allocation")
+        assert same(runner.replay(inside), expected)
+        runner.copy_inputs(other if name == "in place" else runner.place(other))
+        for wrong in (inside,) if name == "in place" else (inside, batch):
+            with pytest.raises(ValueError, match="batch: expected what `place` or `inputs` returned last"):
+                runner.copy_inputs(wrong)
 
 
 @both_runners
@@ -264,9 +215,9 @@ def test_real_rows_do_not_depend_on_padding(table):
 
 @both_runners
 def test_leaving_a_field_out_changes_the_outputs(table):
-    runner, batch = make(table, FLOAT32, batch_size=4, seed=1)
+    make, batch_class = RUNNERS[table]
+    runner, batch = make(FLOAT32), batch_class.random(FLOAT32, 4, seed=1)
     expected = snapshot(runner.replay(batch))
-    assert same(runner.replay(batch), expected)  # a replay may be repeated
     unseen = set()
     for field in FLOAT32.table(table):
 
@@ -274,7 +225,7 @@ def test_leaving_a_field_out_changes_the_outputs(table):
             step.small.pop(name, step.large.pop(name, None))
             return STRATEGIES["grouped_foreach_dma"](step)
 
-        leaving_out, _ = make(table, FLOAT32, without)  # its random model is the same
+        leaving_out = make(FLOAT32, without)  # its random model is the same
         if not field.host and same(leaving_out.replay(batch), expected):
             unseen.add(field.name)
     # Attention metadata: the computation reads nothing (num_*), or what the buffer holds already (always w).
@@ -296,38 +247,32 @@ def test_a_wrong_field_is_named_and_nothing_is_written(table):
             wrong += [t[:-1], torch.cat((t, t)), t[..., None]]
         for j, value in enumerate(wrong):
             runner = runners[(i + j) % len(runners)]
-            before = snapshot(buffers_of(runner))
+            before = snapshot(runner.buffers.tensors.values())
             bad = replace(batch, **{field.name: value})
             for use in (runner.place, runner.copy_inputs, runner.launches):
                 with pytest.raises(ValueError, match=f"^(batch|{field.name}): (expected|required)"):
                     use(bad)
-            assert same(buffers_of(runner), before)
+            assert same(runner.buffers.tensors.values(), before)
 
 
-RUNNER, BATCH = make("draft")
-
-
-@pytest.mark.parametrize(
-    ("make_it", "says"),
-    [
-        (lambda: RUNNER.replay(DraftBatch.random(TINY, 9)), "1 to 8.*got 9"),
-        (lambda: RUNNER.copy_inputs(replace(BATCH, seq_lens=torch.tensor(3))), "seq_lens: expected one len"),
-        (lambda: RUNNER.replay_graph(0), "batch size: expected 1 to"),
-        (lambda: make("draft", strategy="per-copy"), "strategy: expected one of"),
+def test_what_fits_nothing_is_refused_by_name():
+    runner, batch = DraftRunner(TINY), DraftBatch.random(TINY, 3)
+    larger = DraftBatch.random(EagleConfig.tiny(capture_batch_sizes=(9,)), 9)
+    for attempt, says in (
+        (lambda: runner.replay(larger), "batch size: expected 1 to 8, got 9"),
+        (lambda: runner.replay_graph(0), "batch size: expected 1 to 8, got 0"),
+        (lambda: runner.copy_inputs(replace(batch, seq_lens=torch.tensor(3))), "seq_lens: expected one len"),
+        (lambda: DraftRunner(TINY, "per-copy"), "strategy: expected one of"),
         (lambda: EagleConfig.preset("llama3-9b"), "preset: expected .*llama3-8b"),
-        (lambda: EagleConfig.tiny(layout="int16"), "^layout: expected"),
-        (lambda: EagleConfig.tiny(capture_batch_sizes=()), "^capture_batch_sizes: expected"),
-        (lambda: EagleConfig.tiny(num_steps=1), "^num_steps: expected"),
-        (lambda: EagleConfig.tiny(topk=0), "^topk: expected"),
-        (lambda: EagleConfig.tiny(num_heads=3), "^hidden_size: expected"),
-        (lambda: EagleConfig.tiny(num_draft_tokens=3), "^num_draft_tokens: expected"),
-        (lambda: EagleConfig.tiny(max_context_len=2), "^max_context_len: expected"),
-        (lambda: EagleConfig.tiny(topk=1, num_draft_tokens=9), "^num_draft_tokens: expected"),
-    ],
-)
-def test_batches_that_do_not_fit_and_sizes_that_contradict_each_other_are_refused(make_it, says):
-    with pytest.raises(ValueError, match=says):
-        make_it()
+        (lambda: EagleConfig.tiny(num_heads=3), "hidden_size: expected a multiple of 2"),
+        (lambda: EagleConfig.tiny(topk=1, num_draft_tokens=9), "num_draft_tokens: expected 4 to 4, got 9"),
+    ):
+        with pytest.raises(ValueError, match=f"^{says}"):
+            attempt()
+    sizes = {"num_steps": 1, "topk": 0, "num_draft_tokens": 3, "max_context_len": 2}
+    for name, wrong in (sizes | {"capture_batch_sizes": (), "layout": "int16"}).items():
+        with pytest.raises(ValueError, match=f"^{name}: expected"):
+            EagleConfig.tiny(**{name: wrong})
 
 
 @pytest.mark.parametrize("name", ways_for())
@@ -338,9 +283,9 @@ def test_autograd_and_inference_mode_leave_the_static_buffers_alone(name):
     followed = replace(batch, topk_p=batch.topk_p.clone().requires_grad_())
     for each in (followed, batch, followed):
         runner.copy_inputs(way.lay(runner, each))
-    assert not any(t.requires_grad for t in buffers_of(runner))
+    assert not any(t.requires_grad for t in runner.buffers.tensors.values())
     with torch.inference_mode():  # first used there it serves outside, too
         runner, inside = way.runner("draft"), DraftBatch.random(TINY, 3)
         first = snapshot(runner.replay(way.lay(runner, inside)))
-    outside = replace(inside, **{field: t.clone() for field, t in given(inside).items()})
+    outside = replace(inside, **{field: t.clone() for field, t in inside.tensors().items()})
     assert same(runner.replay(way.lay(runner, outside)), first)

@@ -7,6 +7,7 @@ import logging
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,8 @@ from tiny_notebooks import PATIENCE_S, PUBLISH, wait_for, write_notebook
 
 ROOT = Path(__file__).resolve().parents[1]
 LOG = "with open('log', 'a') as log:\n    log.write(f'{size}\\n')"  # notebooks run in their own folder
-POINT = f"""{PUBLISH}
-assert size != 3, 'three'
-publish('double', 2 * size)
-publish('on', {{'V100': 1.5}})
-publish('table', [{{'a': 1}}])
-"""
+DOUBLE = "publish('double', 2 * size)"
+POINT = f"assert size != 3, 'three'\n{DOUBLE}\npublish('on', {{'V100': 1.5}})\npublish('table', [{{'a': 1}}])"
 # The start with the worker's pid, which is the kernel's parent; the end once the test says so.
 WAIT = """import os, time
 with open('started', 'a') as log:
@@ -42,9 +39,8 @@ def run(tmp_path, monkeypatch, capsys):
     """Runs a grid with options; its exit status and what it says."""
 
     def run_with(*options: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(
-            sys, "argv", ["run_grid.py", *map(str, options), "--output", str(tmp_path / "out")]
-        )
+        given = [*map(str, options), "--output", str(tmp_path / "out")]
+        monkeypatch.setattr(sys, "argv", ["run_grid.py", *given])
         try:
             status = run_grid.main()
         except SystemExit as refused:
@@ -55,9 +51,10 @@ def run(tmp_path, monkeypatch, capsys):
     logging.disable(logging.NOTSET)
 
 
-def rows_of(folder: Path) -> list[dict[str, str]]:
+def column(folder: Path, name: str) -> list[str]:
+    """Of the table that a run left."""
     with (folder / "out" / "table.csv").open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
+        return [row.get(name) for row in csv.DictReader(file)]
 
 
 def log_of(folder: Path, name: str = "log") -> list[str]:
@@ -66,19 +63,17 @@ def log_of(folder: Path, name: str = "log") -> list[str]:
 
 
 def test_every_point_is_a_row_and_a_rerun_does_only_what_is_missing(tmp_path, run):
-    grid = write_grid(tmp_path, "{size: [1, 3], quick: [true]}", LOG, "## Experiment", POINT)
+    grid = write_grid(tmp_path, "{size: [1, 3], quick: [true]}", LOG, PUBLISH, "## Experiment", POINT)
     status, out, err = run(grid, "--jobs", "2")
     assert status == 1 and "2 of 2 points done, 1 of them failed" in out, err
-    one, three = rows_of(tmp_path)
-    assert (one["size"], one["quick"], one["double"], one["status"]) == ("1", "True", "2", "ok")
-    assert one["on: V100"] == "1.5" and "table" not in one
-    assert (three["size"], three["double"], three["status"]) == ("3", "", "failed")
-    assert three["error"] == "In [4]: AssertionError: three"
-    assert (tmp_path / "out" / one["executed"]).exists()
+    expected = {"size": ["1", "3"], "quick": ["True"] * 2, "double": ["2", ""], "status": ["ok", "failed"]}
+    expected |= {"on: V100": ["1.5", ""], "error": ["", "In [5]: AssertionError: three"], "table": [None] * 2}
+    assert {name: column(tmp_path, name) for name in expected} == expected
+    assert (tmp_path / "out" / column(tmp_path, "executed")[0]).exists()
 
     write_grid(tmp_path, "{size: [1, 3, 2], quick: [true]}")
     run(grid, "--retry-failed")
-    assert [row["size"] for row in rows_of(tmp_path)] == ["1", "3", "2"]
+    assert column(tmp_path, "size") == ["1", "3", "2"]
     assert log_of(tmp_path) == ["1", "2", "3", "3"]
 
 
@@ -92,23 +87,23 @@ def test_ctrl_c_keeps_what_is_done(tmp_path, run, monkeypatch):
     monkeypatch.setattr(run_grid, "run_here", stopped_after_the_first)
     status, out, _ = run(write_grid(tmp_path, "{size: [1, 2]}", LOG))
     assert status == 130 and "1 of 2 points done, 0 of them failed" in out
-    assert [row["size"] for row in rows_of(tmp_path)] == log_of(tmp_path) == ["1"]
+    assert column(tmp_path, "size") == log_of(tmp_path) == ["1"]
 
 
-@pytest.mark.parametrize(
-    ("parameters", "said"),
-    [
-        ("{size: 1}", "size: expected a list of values, got 1"),
-        ("{width: [1]}", "width: the notebook declares device, quick, size"),
-        ("{size: [[1]]}", "size: expected numbers, words, true or false"),
-        ("[", "while parsing"),
-        ("{size: [1]}\nnotes: x", "expected the two keys notebook and parameters"),
-    ],
-)
-def test_a_bad_grid_is_one_clear_line_and_leaves_nothing_behind(tmp_path, run, parameters, said):
-    grid = write_grid(tmp_path, parameters, "size")
+BAD_GRIDS = {  # what is said -> parameters of the grid
+    "size: expected a list of values, got 1": "{size: 1}",
+    "width: the notebook declares device, quick, size": "{width: [1]}",
+    "size: expected numbers, words, true or false": "{size: [[1]]}",
+    "while parsing": "[",
+    "expected the two keys notebook and parameters": "{size: [1]}\nnotes: x",
+}
+
+
+@pytest.mark.parametrize("said", BAD_GRIDS)
+def test_a_bad_grid_is_one_clear_line_and_leaves_nothing_behind(tmp_path, run, said):
+    grid = write_grid(tmp_path, BAD_GRIDS[said], "size")
     status, out, err = run(grid)
-    assert status == 2 and out == "" and err.count("\n") == 1 and f"{grid}: " in err and said in err
+    assert (status, out) == (2, "") and err.count("\n") == 1 and f"{grid}: " in err and said in err
     assert not (tmp_path / "out").exists()
 
 
@@ -135,29 +130,24 @@ def test_the_example_is_a_grid_and_its_paths_count_from_it(tmp_path):
 
 
 @pytest.fixture
-def dask(tmp_path):
-    """Starts `dask scheduler` or `dask worker` on this machine."""
-    started = []
-
-    def start(program: str, *options: str) -> subprocess.Popen:
-        where = ["--scheduler-file", "scheduler.json", "--host", "127.0.0.1", "--no-dashboard", *options]
-        command = [sys.executable, "-m", f"distributed.cli.dask_{program}", *where]
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "cwd": tmp_path}
-        started.append(subprocess.Popen(command, **quiet))
-        return started[-1]
-
-    yield start
-    for process in started:
-        process.kill()
-        process.wait()
+def cluster(tmp_path):
+    """A Dask scheduler and two workers on this machine: its address, and the three processes."""
+    where = ["--scheduler-file", "scheduler.json", "--host", "127.0.0.1", "--no-dashboard"]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "cwd": tmp_path}
+    programs = [("scheduler", "--port", "0"), *[("worker", "--nthreads", "1", "--no-nanny")] * 2]
+    processes = []
+    with ExitStack() as stack:
+        for program, *options in programs:
+            command = [sys.executable, "-m", f"distributed.cli.dask_{program}", *where, *options]
+            processes.append(stack.enter_context(subprocess.Popen(command, **quiet)))
+            stack.callback(processes[-1].kill)
+        wait_for((tmp_path / "scheduler.json").exists)
+        yield json.loads((tmp_path / "scheduler.json").read_text(encoding="utf-8"))["address"], *processes
 
 
-def test_on_a_cluster_a_dead_worker_loses_nothing_and_a_dead_scheduler_is_told(tmp_path, run, dask):
-    scheduler = dask("scheduler", "--port", "0")
-    workers = [dask("worker", "--nthreads", "1", "--no-nanny") for _ in range(2)]
-    wait_for((tmp_path / "scheduler.json").exists)
-    address = json.loads((tmp_path / "scheduler.json").read_text(encoding="utf-8"))["address"]
-    grid = write_grid(tmp_path, "{size: [1, 2, 3]}", WAIT, PUBLISH, LOG, "publish('double', 2 * size)")
+def test_on_a_cluster_a_dead_worker_loses_nothing_and_a_dead_scheduler_is_told(tmp_path, run, cluster):
+    address, scheduler, *workers = cluster
+    grid = write_grid(tmp_path, "{size: [1, 2, 3]}", WAIT, PUBLISH, LOG, DOUBLE)
     beside = ThreadPoolExecutor()  # which ends with the scheduler, whatever the test finds
     running = beside.submit(run, grid, "--scheduler", address)
     wait_for(lambda: len(log_of(tmp_path, "started")) == 2)  # one a worker
@@ -166,7 +156,7 @@ def test_on_a_cluster_a_dead_worker_loses_nothing_and_a_dead_scheduler_is_told(t
     (tmp_path / "go").touch()
     status, out, err = running.result(PATIENCE_S)
     assert status == 0 and "3 of 3 points done, 0 of them failed" in out, err
-    assert [row["double"] for row in rows_of(tmp_path)] == ["2", "4", "6"]
+    assert column(tmp_path, "double") == ["2", "4", "6"]
     assert log_of(tmp_path) == ["1", "2", "3"]  # each ended once
     assert len(log_of(tmp_path, "started")) == 4  # the one that was lost began twice
 

@@ -1,7 +1,6 @@
 """The set-up, on a copy of the project with one pin, under stand-ins for what is on a machine's PATH.
 
-Nothing is downloaded: environments that the stand-in for Python makes see the packages of this one, and their
-pip installs nothing.
+Nothing is downloaded: environments made here see the packages of this one, and their pip installs nothing.
 """
 
 import os
@@ -21,15 +20,14 @@ MAKE = f"""make() {{
   '{PYTHON}' -m venv --without-pip "$1"
   for packages in "$1"/lib/python*/site-packages; do
     echo '{sysconfig.get_paths()["purelib"]}' >"$packages/of_this_one.pth"
-    mkdir "$packages/pip"
-    echo >"$packages/pip/__init__.py"
-    echo "{PIP}" >"$packages/pip/__main__.py"
+    echo "{PIP}" >"$packages/pip.py"
   done
 }}
 """
-GOOD_PYTHON = MAKE + f'if [[ "$1 $2" == "-m venv" ]]; then make "$3"; else exec \'{PYTHON}\' "$@"; fi'
+ELSE = f"; else exec '{PYTHON}' \"$@\"; fi"
+GOOD_PYTHON = MAKE + 'if [[ "$1 $2" == "-m venv" ]]; then make "$3"' + ELSE
 NO_PIP = f"mkdir -p .venv/bin; ln -s '{PYTHON}' .venv/bin/python"  # as Ctrl-C leaves it, or no ensurepip
-NO_VENV = f'if [[ "$1 $2" == "-m venv" ]]; then {NO_PIP}; exit 1; else exec \'{PYTHON}\' "$@"; fi'
+NO_VENV = f'if [[ "$1 $2" == "-m venv" ]]; then {NO_PIP}; exit 1' + ELSE
 MICROMAMBA = MAKE + '[[ "$*" == "create -y -p $PWD/.venv -c conda-forge python=3.11 pip" ]] && make "$4"'
 SETUPTOOLS = f"setuptools=={version('setuptools')}"
 
@@ -40,9 +38,9 @@ def project(tmp_path):
     folder = tmp_path / "工 作" / "project"
     for name in ("scripts", "lib", "../tools"):
         (folder / name).mkdir(parents=True)
-    shutil.copy(ROOT / "scripts" / "setup_environment.sh", folder / "scripts")
-    shutil.copy(ROOT / "pyproject.toml", folder)
-    (folder / "lib" / "__init__.py").touch()
+    for name in ("scripts/setup_environment.sh", "pyproject.toml"):
+        shutil.copy(ROOT / name, folder / name)
+    (folder / "lib/__init__.py").touch()
     for name in ("bash", "sed", "dirname", "readlink", "env", "rm", "mv", "mkdir", "ln", "flock"):
         if shutil.which(name):  # a Mac has no flock
             (folder.parent / "tools" / name).symlink_to(shutil.which(name))
@@ -106,17 +104,12 @@ def test_pip_puts_lib_on_the_path_of_another_environment(project):
     assert_finds_lib(project, LC_ALL="C.UTF-8")
 
 
-@pytest.mark.parametrize(
-    ("python", "said"),
-    [  # an older one, which the version check fails; one without ensurepip
-        ("exit 1", "error: Python 3.11 or newer was not found"),
-        (NO_VENV, "error: python3 cannot make a virtual environment"),
-    ],
-)
-def test_without_what_makes_environments_it_says_so(project, python, said):
-    put_tool(project, "python3", python)
-    status, out, err = set_up(project)
-    assert status == 1 and out == "" and said in err and not (project / ".venv").exists()
+def test_without_what_makes_environments_it_says_so(project):
+    older = "exit 1", "error: Python 3.11 or newer was not found"  # the version check fails
+    for python, said in (older, (NO_VENV, "error: python3 cannot make a virtual environment")):
+        put_tool(project, "python3", python)
+        status, out, err = set_up(project)
+        assert status == 1 and out == "" and said in err and not (project / ".venv").exists()
 
 
 def test_conda_makes_it_where_it_is_on_the_path_and_python_where_conda_cannot(project):
@@ -129,9 +122,9 @@ def test_conda_makes_it_where_it_is_on_the_path_and_python_where_conda_cannot(pr
 
 def test_an_active_environment_that_has_the_pins_is_used_as_it_is(project):
     modules = project / "modules"
+    modules.mkdir()
     for name in ("packaging", "sitecustomize", "pip"):
-        (modules / name).mkdir(parents=True)
-        (modules / name / "__init__.py").write_text("raise SystemExit('not ours')", encoding="utf-8")
+        (modules / f"{name}.py").write_text("raise SystemExit('not ours')", encoding="utf-8")
     hostile = {"PYTHONPATH": str(modules), "PYTHONOPTIMIZE": "1", "VIRTUAL_ENV": sys.prefix}
     assert set_up(project, **hostile) == (0, f"{sys.prefix}/bin/python\n", "")
     pin(project, SETUPTOOLS, "pip==0.1")

@@ -1,6 +1,5 @@
 """Small notebooks for the tests of the batch scripts: no torch, so a kernel starts within a second."""
 
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +8,7 @@ import nbformat
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 PATIENCE_S = 300  # what happens within a second on a quiet machine may take long on a busy one
+PARAMETERS = 'device = "auto"\nquick = False\nsize = 3'
 PUBLISH = """
 from IPython.display import display
 def publish(name, value, kind="counted", note=""):
@@ -24,9 +24,7 @@ display({{"image/png": png, "text/plain": "dot"}}, raw=True, metadata={{"image/p
 """
 
 
-def write_notebook(
-    path: Path, *cells: str, parameters: str = 'device = "auto"\nquick = False\nsize = 3', tags: tuple = ()
-) -> Path:
+def write_notebook(path: Path, *cells: str, parameters: str = PARAMETERS, tags: tuple = ()) -> None:
     """A notebook titled like its file: a parameters cell, then the cells; one that starts with # is prose."""
     tagged = new_code_cell(parameters, metadata={"tags": ["parameters", *tags]})
     rest = [new_markdown_cell(c) if c.startswith("#") else new_code_cell(c) for c in cells]
@@ -34,12 +32,6 @@ def write_notebook(
     notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
     path.parent.mkdir(parents=True, exist_ok=True)
     nbformat.write(notebook, path)
-    return path
-
-
-def hear_ctrl_c() -> None:
-    """For preexec_fn: a test run in the background of a shell hands on that SIGINT is ignored."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def wait_for(condition: Callable[[], object]) -> None:

@@ -2,11 +2,3 @@
 
 from lib.eagle.fields import DraftBatch, DraftExtendBatch, EagleConfig
 from lib.eagle.runners import EagleDraftCudaGraphRunner, EagleDraftExtendCudaGraphRunner
-
-__all__ = [
-    "DraftBatch",
-    "DraftExtendBatch",
-    "EagleConfig",
-    "EagleDraftCudaGraphRunner",
-    "EagleDraftExtendCudaGraphRunner",
-]

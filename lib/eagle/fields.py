@@ -1,16 +1,14 @@
-"""What a replay copies: sizes, the field tables by date, and the batches they describe.
+"""What a replay copies: the field tables by date, sizes, and the batches they describe.
 
-The tables are those of SGLang's `EAGLEDraftCudaGraphRunner` and `EAGLEDraftExtendCudaGraphRunner`; runners
-read there how large a buffer is, what pads it, what is required and what is large. A new field is a row in a
-table. One departure: where the width of hidden_states differs (EAGLE-3), SGLang leaves out the copy and the
-rows of an earlier step stay; here that is an error.
+The tables are those of SGLang's `EAGLEDraftCudaGraphRunner` and `EAGLEDraftExtendCudaGraphRunner`; a new
+field is a row. One departure: where the width of hidden_states differs (EAGLE-3), SGLang leaves out the copy
+and the rows of an earlier step stay; here that is an error.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, make_dataclass, replace
 from functools import partial
-from math import prod
 from typing import Self
 
 import torch
@@ -23,19 +21,16 @@ int32, int64, float32 = torch.int32, torch.int64, torch.float32
 
 @dataclass(frozen=True)
 class Field:
-    """One input of a captured graph.
-
-    In the tables below sizes are words, of which `EagleConfig.table` makes numbers: k top-k, s speculative
-    steps, w draft tokens a request, H hidden size, V vocabulary.
-    """
+    """One input of a captured graph."""
 
     name: str
-    dtype: torch.dtype | None  # of the static buffer; None is the model's dtype
-    rows: str | int = ""  # of a request, the product of the words
-    columns: str | tuple[int, ...] = ""  # shape of a row
-    pad: int | str | None = None  # value of the rows of padding; None leaves them as they are
+    dtype: torch.dtype  # of the static buffer
+    rows: int = 1  # of a request
+    columns: tuple[int, ...] = ()  # shape of a row
+    pad: int | None = None  # value of the rows of padding; None leaves them as they are
     required: bool = True
     fill_if_missing: bool = False  # an absent optional field is filled with `pad` instead of left stale
+    october: bool = False  # in layout 2026-10 alone
     rare: bool = False  # has a buffer only with EagleConfig.rare_fields
     host: bool = False  # lives in host memory and is copied there
     large: bool = False  # SGLang keeps it out of the group
@@ -50,54 +45,54 @@ class Field:
 
 Optional = partial(Field, required=False)
 Rare = partial(Optional, rare=True)
+October = partial(Rare, october=True)
 
-# The attention back end's fill value: a padded request has one token, so that no softmax is over nothing.
-SEQ_LEN_FILL_VALUE = 1
 
-# Mid June 2026, sglang pull request 28465.
-JUNE = {
-    "draft": (
-        Field("seq_lens", int64, pad=SEQ_LEN_FILL_VALUE),
-        Field("out_cache_loc", int64, rows="k s", pad=0),
-        Field("positions", int64, rows="k", pad=0),
-        Field("topk_p", float32, columns="k", pad=0),
-        Field("topk_index", int64, columns="k", pad=0),
-        Field("req_pool_indices", int64, pad=0),
-        Field("hidden_states", None, columns="H", pad=0, large=True),
-        Field("seq_lens_cpu", int64, pad=SEQ_LEN_FILL_VALUE, host=True),
-        Rare("rids_int", int64, pad=0),
-        Rare("bootstrap_room_ids_int", int64, pad=-1),
-    ),
-    "draft_extend": (
-        Field("input_ids", int64, rows="w"),
-        Field("seq_lens", int64, pad=SEQ_LEN_FILL_VALUE),
-        Field("out_cache_loc", int64, rows="w", pad=0),
-        Field("positions", int64, rows="w", pad=0),
-        Field("req_pool_indices", int64, pad=0),
-        Optional("extend_seq_lens", int32, pad="w", fill_if_missing=True),
-        Optional("num_correct_drafts", int32, pad="w"),
-        Optional("num_accept_tokens", int32, pad="w"),
-        Field("hidden_states", None, rows="w", columns="H", large=True),
-        Field("seq_lens_cpu", int64, pad=SEQ_LEN_FILL_VALUE, host=True),
-    ),
-}
-# What 0.5.23 (October 2026) has beyond, without the two fills of data parallelism, which no batch brings.
-OCTOBER = {
-    "draft": (
-        Rare("mrope_positions", int64, rows="k", columns="mrope", pad=0, dim=1),
-        Rare("draft_probs", float32, columns="V", pad=0, large=True),
-        Rare("dsa_seed_topk", int32, columns="dsa", pad=0, fill_if_missing=True, large=True),
-        Rare("temperatures", float32, columns="one", large=True),
-        Rare("sampling_seed", int64, large=True),
-        Rare("top_ks", int32, large=True),
-    ),
-    "draft_extend": (
-        # The row of each request to keep. Its buffer starts as 0 and is never padded: any row will do.
-        Field("select_index", int64),
-        Rare("mrope_positions", int64, rows="w", columns="mrope", pad=0, dim=1),
-        Rare("mamba_track_indices", int64, pad=0),
-    ),
-}
+def tables(config: EagleConfig) -> dict[str, tuple[Field, ...]]:
+    """Mid June 2026, sglang pull request 28465, then what 0.5.23 (October 2026) has beyond, without the two
+    fills of data parallelism, which no batch brings."""
+    k, s, w = config.topk, config.num_steps, config.num_draft_tokens
+    hidden = {"dtype": config.dtype, "columns": (config.hidden_size,), "large": True}
+    # Padded with the attention back end's fill value: of one token, so that no softmax is over nothing.
+    lengths = {"dtype": int64, "pad": 1}
+    return {
+        "draft": (
+            Field("seq_lens", **lengths),
+            Field("out_cache_loc", int64, rows=k * s, pad=0),
+            Field("positions", int64, rows=k, pad=0),
+            Field("topk_p", float32, columns=(k,), pad=0),
+            Field("topk_index", int64, columns=(k,), pad=0),
+            Field("req_pool_indices", int64, pad=0),
+            Field("hidden_states", **hidden, pad=0),
+            Field("seq_lens_cpu", **lengths, host=True),
+            Rare("rids_int", int64, pad=0),
+            Rare("bootstrap_room_ids_int", int64, pad=-1),
+            October("mrope_positions", int64, rows=k, columns=(3,), pad=0, dim=1),
+            October("draft_probs", float32, columns=(config.vocab_size,), pad=0, large=True),
+            October("dsa_seed_topk", int32, columns=(2048,), pad=0, fill_if_missing=True, large=True),
+            October("temperatures", float32, columns=(1,), large=True),
+            October("sampling_seed", int64, large=True),
+            October("top_ks", int32, large=True),
+        ),
+        "draft_extend": (
+            Field("input_ids", int64, rows=w),
+            Field("seq_lens", **lengths),
+            Field("out_cache_loc", int64, rows=w, pad=0),
+            Field("positions", int64, rows=w, pad=0),
+            Field("req_pool_indices", int64, pad=0),
+            Optional("extend_seq_lens", int32, pad=w, fill_if_missing=True),
+            Optional("num_correct_drafts", int32, pad=w),
+            Optional("num_accept_tokens", int32, pad=w),
+            Field("hidden_states", **hidden, rows=w),
+            Field("seq_lens_cpu", **lengths, host=True),
+            # The row of each request to keep. Its buffer starts as 0 and is never padded: any row will do.
+            Field("select_index", int64, october=True),
+            October("mrope_positions", int64, rows=w, columns=(3,), pad=0, dim=1),
+            October("mamba_track_indices", int64, pad=0),
+        ),
+    }
+
+
 # By layout, what is otherwise than in June. Until sglang pull request 27840 (2026-06-11) the buffers of
 # lengths were int32, so that one copy converts.
 LAYOUTS: dict[str, dict[str, dict]] = {
@@ -166,16 +161,12 @@ class EagleConfig:
         return max(self.topk * self.num_steps, self.num_draft_tokens)
 
     @property
-    def slots_per_request(self) -> int:
-        return self.max_context_len + self.slots_per_step
-
-    @property
     def kv_slots(self) -> int:
         """Of a KV pool for all requests at full length; slot 0 takes the writes of padding."""
-        return 1 + self.max_batch_size * self.slots_per_request
+        return 1 + self.max_batch_size * (self.max_context_len + self.slots_per_step)
 
     def request_table(self, device: Device) -> Tensor:
-        """Rows of KV slots, (1 + max_batch_size, slots_per_request) int64: a request each; 0 is padding's."""
+        """The KV slots of every request, a row each, (1 + max_batch_size, n) int64; row 0 is padding's."""
         slots = torch.arange(1, self.kv_slots, device=device).view(self.max_batch_size, -1)
         return F.pad(slots, (0, 0, 1, 0))
 
@@ -185,18 +176,13 @@ class EagleConfig:
         return torch.zeros(shape, dtype=self.dtype, device=device)
 
     def table(self, runner: str) -> list[Field]:
-        """The rows of "draft" or "draft_extend" that have a buffer here, with numbers for words."""
-        sizes = {"k": self.topk, "s": self.num_steps, "w": self.num_draft_tokens, "H": self.hidden_size}
-        number = (sizes | {"V": self.vocab_size, "mrope": 3, "dsa": 2048, "one": 1}).get
+        """The rows of "draft" or "draft_extend" that have a buffer here."""
         table = []
-        for field in JUNE[runner] + (OCTOBER[runner] if self.layout == "2026-10" else ()):
-            if self.rare_fields or not field.rare:
-                dtype = field.dtype or self.dtype
-                rows = prod(map(number, field.rows.split()))
-                columns = tuple(map(number, field.columns.split()))
-                numbers = {"rows": rows, "columns": columns, "pad": number(field.pad, field.pad)}
-                otherwise = {"dtype": dtype} | LAYOUTS[self.layout].get(field.name, {})
-                table.append(replace(field, source_dtype=dtype, **numbers | otherwise))
+        for field in tables(self)[runner]:
+            absent = (field.october and self.layout != "2026-10") or (field.rare and not self.rare_fields)
+            if not absent:
+                otherwise = LAYOUTS[self.layout].get(field.name, {})
+                table.append(replace(field, source_dtype=field.dtype, **otherwise))
         return table
 
 
@@ -214,7 +200,7 @@ PRESETS = {
 
 def attributes(table: str) -> type:
     """A class with an attribute for every field of a table, None where it does not come."""
-    names = [(field.name, Tensor | None, None) for field in JUNE[table] + OCTOBER[table]]
+    names = [(field.name, Tensor | None, None) for field in tables(EagleConfig.tiny())[table]]
     return make_dataclass(table, names, eq=False, namespace={"table": table})
 
 
@@ -225,14 +211,12 @@ class Batch:
     def random(cls, config: EagleConfig, batch_size: int, seed: int = 0, device: str = "cpu") -> Self:
         """Valid inputs for a runner with its own random model: distinct requests, slots of their own."""
         generator = torch.Generator().manual_seed(seed)
-        most = max(config.max_batch_size, batch_size)
-        requests = torch.randperm(most, generator=generator)[:batch_size] + 1  # slot 0 is for padding
+        requests = 1 + torch.randperm(config.max_batch_size, generator=generator)[:batch_size]
         longest = config.max_context_len - config.num_draft_tokens
         lens = torch.randint(1, longest + 1, (batch_size,), generator=generator)
         accepted = torch.randint(1, config.num_steps + 2, (batch_size,), generator=generator, dtype=int32)
-        # Of each request's row of `request_table` what follows its tokens.
-        first = 1 + (requests - 1) * config.slots_per_request + lens
-        slots = first[:, None] + torch.arange(config.slots_per_step)
+        behind = lens.unsqueeze(1) + torch.arange(config.slots_per_step)
+        slots = config.request_table("cpu")[requests.unsqueeze(1), behind]
         batch = cls.of(config, requests, lens, slots, accepted)
         for field in config.table(cls.table):
             if getattr(batch, field.name) is None:
@@ -276,11 +260,8 @@ class DraftBatch(attributes("draft"), Batch):
 
 
 class DraftExtendBatch(attributes("draft_extend"), Batch):
-    """Inputs of the draft-extend graph: w rows a request, of which the first `num_accept_tokens` count.
-
-    `seq_lens` includes the w rows, so the prefix a row sees is `seq_lens - extend_seq_lens`. `select_index`
-    is the last row that counts, for layouts whose graph picks it.
-    """
+    """Inputs of the draft-extend graph: w rows a request, of which the first `num_accept_tokens` count, up to
+    `select_index`. `seq_lens` includes all w, so the prefix they see is `seq_lens - extend_seq_lens`."""
 
     @classmethod
     def of(cls, config, requests, lens, slots, accepted, **fields: Tensor) -> Self:

@@ -1,7 +1,7 @@
 """Two ways to capture a fixed-shape computation: a CUDA graph, and the same contract on the CPU.
 
-The contract: `capture(compute)` runs `compute` once or more; every `replay()` computes again from whatever
-its static inputs then hold, and leaves the results in the same output tensors as before.
+The contract: `capture(compute)` runs `compute`, whose outputs are new tensors, once or more; every `replay()`
+computes again from what its static inputs then hold, and leaves the results in the same tensors as before.
 """
 
 from __future__ import annotations
@@ -39,13 +39,10 @@ class EagerGraph:
 
     def __init__(self, compute: Compute) -> None:
         self.compute = compute
-        outputs = compute()
-        self.outputs = outputs._make(tensor.clone() for tensor in outputs)
+        self.outputs = compute()
 
     def replay(self) -> NamedTuple:
-        fresh = self.compute()
-        for static, tensor in zip(self.outputs, fresh, strict=True):
-            static.copy_(tensor)
+        torch._foreach_copy_(self.outputs, self.compute())
         return self.outputs
 
 

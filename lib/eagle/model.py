@@ -34,46 +34,39 @@ def causal_attention(layer, q, k, v):
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def pool_attention(pool, write_slots, read_slots, mask, layer, q, k, v):
-    """Writes the new rows' keys and values to slots (B, T) of the pool, then attends over others, (B, C).
+@dataclass
+class PoolAttention:
+    """Writes the new rows' keys and values to the pool, then attends over what it holds.
 
-    mask (B, T, C) is true where a row sees a column. A column that no row may see must still name a slot of
-    the request itself: a masked weight of 0 times a NaN is a NaN, and slot 0 holds what padding left there.
+    A column that no row may see must still name a slot of the request itself: a masked weight of 0 times a
+    NaN is a NaN, and slot 0 holds what padding left there.
     """
-    slots = pool[layer]
-    written = torch.cat((k, v), dim=1)
-    rows = join_heads(written)
-    slots[write_slots] = rows
-    read = F.embedding(read_slots, slots)
-    read = split_heads(read, written.shape[1])
-    k, v = read.chunk(2, dim=1)
-    mask = mask.unsqueeze(1)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    pool: Tensor  # of `EagleConfig.kv_pool`
+    write_slots: Tensor  # (B, T)
+    read_slots: Tensor  # (B, C)
+    mask: Tensor  # (B, T, C), true where a row sees a column
+
+    def __call__(self, layer, q, k, v):
+        slots = self.pool[layer]
+        written = torch.cat((k, v), dim=1).transpose(1, 2)
+        slots[self.write_slots] = written.flatten(2)
+        read = F.embedding(self.read_slots, slots).unflatten(2, written.shape[2:])
+        k, v = read.transpose(1, 2).chunk(2, dim=1)
+        mask = self.mask.unsqueeze(1)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
-def prefix_slots(slots, lens):
-    """Of each request's slots (B, C) a row sees the first `lens` (B, T): slots again, and mask (B, T, C).
+def prefix_slots(req_to_token, requests, lens):
+    """Slots (B, C) of requests (B,), and a mask (B, T, C): a row sees the first `lens` (B, T).
 
     No row may see more than the last. Columns that it does not see repeat the request's first slot.
     """
+    slots = req_to_token[requests]
     columns = torch.arange(slots.shape[1], device=slots.device)
-    lens = lens.unsqueeze(2)
-    mask = columns < lens
-    own = slots[:, :1]
-    slots = torch.where(mask[:, -1], slots, own)
+    mask = columns < lens.unsqueeze(2)
+    slots = torch.where(mask[:, -1], slots, slots[:, :1])
     return slots, mask
-
-
-def split_heads(x, heads):
-    """(B, T, H) -> (B, heads, T, head_dim)."""
-    x = x.unflatten(2, (heads, -1))
-    return x.transpose(1, 2)
-
-
-def join_heads(x):
-    """(B, heads, T, head_dim) -> (B, T, H)."""
-    x = x.transpose(1, 2)
-    return x.flatten(2)
 
 
 def rotate(x, positions):
@@ -82,13 +75,11 @@ def rotate(x, positions):
     half = first.shape[3]
     steps = torch.arange(half, device=x.device)
     frequencies = 10000.0 ** (-steps / half)
-    positions = positions[:, None, :, None]
-    angles = positions * frequencies
-    angles = torch.cat((angles, angles), dim=3)
-    turned = torch.cat((-second, first), dim=3)
+    angles = positions[:, None, :, None] * frequencies
     cos = angles.cos().to(x.dtype)
     sin = angles.sin().to(x.dtype)
-    return x * cos + turned * sin
+    turned = first * cos - second * sin, second * cos + first * sin
+    return torch.cat(turned, dim=3)
 
 
 class DecoderLayer(nn.Module):
@@ -109,19 +100,16 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x, positions, attention):
         normed = self.attn_norm(x)
-        qkv = self.qkv(normed)
-        qkv = split_heads(qkv, 3 * self.heads)
-        q, k, v = qkv.chunk(3, dim=1)
+        qkv = self.qkv(normed).unflatten(2, (3 * self.heads, -1))
+        q, k, v = qkv.transpose(1, 2).chunk(3, dim=1)
         q = rotate(q, positions)
         k = rotate(k, positions)
         mixed = attention(self.index, q, k, v)
-        mixed = join_heads(mixed)
-        x = x + self.out(mixed)
+        mixed = mixed.transpose(1, 2)
+        x = x + self.out(mixed.flatten(2))
         normed = self.mlp_norm(x)
-        gate_up = self.gate_up(normed)
-        gate, up = gate_up.chunk(2, dim=2)
-        inner = F.silu(gate) * up
-        return x + self.down(inner)
+        gate, up = self.gate_up(normed).chunk(2, dim=2)
+        return x + self.down(F.silu(gate) * up)
 
 
 class TargetModel(nn.Module):
@@ -130,13 +118,12 @@ class TargetModel(nn.Module):
     def __init__(self, config: EagleConfig):
         super().__init__()
         hidden = config.hidden_size
-        vocab = config.vocab_size
-        self.embed = nn.Embedding(vocab, hidden)
+        self.embed = nn.Embedding(config.vocab_size, hidden)
         self.layers = nn.ModuleList()
         for index in range(config.num_target_layers):
             self.layers.append(DecoderLayer(config, index))
         self.norm = RMSNorm(hidden)
-        self.lm_head = Linear(hidden, vocab)
+        self.lm_head = Linear(hidden, config.vocab_size)
 
     def forward(self, input_ids, positions, attention):
         """input_ids, positions (B, T) -> features (B, T, H). `lm_head` makes logits of them."""
@@ -151,8 +138,7 @@ class EagleHead(nn.Module):
 
     def __init__(self, config: EagleConfig):
         super().__init__()
-        hidden = config.hidden_size
-        self.fc = Linear(2 * hidden, hidden)
+        self.fc = Linear(2 * config.hidden_size, config.hidden_size)
         self.layer = DecoderLayer(config, 0)
 
     def forward(self, embedded, hidden, positions, attention):
@@ -164,11 +150,8 @@ class EagleHead(nn.Module):
 
 def both_models(config: EagleConfig) -> nn.ModuleDict:
     """Target and head in the config's dtype."""
-    models = nn.ModuleDict()
-    models["target"] = TargetModel(config)
-    models["head"] = EagleHead(config)
-    models.to(config.dtype)
-    return models.requires_grad_(False)
+    models = nn.ModuleDict({"target": TargetModel(config), "head": EagleHead(config)})
+    return models.to(config.dtype).requires_grad_(False)
 
 
 @dataclass
@@ -178,8 +161,8 @@ class DraftModel:
     config: EagleConfig
     target: TargetModel  # for its embedding and LM head
     head: EagleHead
-    kv: Tensor  # (1, slots, 2 * H), see `EagleConfig.kv_pool`
-    req_to_token: Tensor  # see `EagleConfig.request_table`
+    kv: Tensor  # of `EagleConfig.kv_pool`, one layer
+    req_to_token: Tensor  # of `EagleConfig.request_table`
 
     @classmethod
     def random(cls, config: EagleConfig, device: Device = "cpu", seed: int = 0) -> DraftModel:
@@ -188,11 +171,17 @@ class DraftModel:
             torch.manual_seed(seed)
             models = both_models(replace(config, num_target_layers=0))
             kv = config.kv_pool(1, device).normal_()
-        return cls(config, models["target"], models["head"], kv, config.request_table(device))
+        return cls(
+            config,
+            target=models["target"],
+            head=models["head"],
+            kv=kv,
+            req_to_token=config.request_table(device),
+        )
 
     def features(self, tokens, hidden, positions, write_slots, read_slots, mask):
         """The head over tokens and hidden, written to and read from the pool: (B, T, H)."""
-        attention = partial(pool_attention, self.kv, write_slots, read_slots, mask)
+        attention = PoolAttention(self.kv, write_slots, read_slots, mask)
         embedded = self.target.embed(tokens)
         return self.head(embedded, hidden, positions, attention)
 
@@ -210,10 +199,9 @@ class DraftOutput(NamedTuple):
 def draft_forward(model: DraftModel, batch: DraftBatch) -> DraftOutput:
     """Grow the tree over s levels: the first is given, the head runs s - 1 times, k branches at a time.
 
-    A branch sees the committed prefix and its true ancestors, wherever their lanes were (SGLang's lanes keep
-    their own history instead).
+    A branch sees the committed prefix and its true ancestors (SGLang's lanes keep their own history).
     """
-    tokens = batch.topk_index  # of all candidates so far
+    tokens = batch.topk_index  # of all candidates so far, as their scores
     scores = batch.topk_p
     bs, k = tokens.shape
     lane_slots = batch.out_cache_loc.view(bs, k, -1)
@@ -224,21 +212,17 @@ def draft_forward(model: DraftModel, batch: DraftBatch) -> DraftOutput:
     parents = torch.full_like(tokens[:, :1], -1)
     hidden = batch.hidden_states.unsqueeze(1)
     lens = batch.seq_lens.unsqueeze(1)
-    slots = model.req_to_token[batch.req_pool_indices]
-    slots, seen = prefix_slots(slots, lens)
+    slots, seen = prefix_slots(model.req_to_token, batch.req_pool_indices, lens)
     first = 0  # of the candidates of the last level
-    more_levels = model.config.num_steps - 1
-    for level in range(more_levels):
+    for level in range(model.config.num_steps - 1):
         # The k best of them take over the lanes, and see what their parents saw and themselves.
-        level_scores = scores[:, first:]
-        lane_scores, best = level_scores.topk(k)
+        lane_scores, best = scores[:, first:].topk(k)
         lanes = first + best
         lane_tokens = tokens.gather(1, lanes)
         parents = torch.cat((parents, lanes), dim=1)
-        lane = best // k
-        lane = lane.unsqueeze(2)
-        hidden = hidden.take_along_dim(lane, dim=1)
-        seen = seen.take_along_dim(lane, dim=1)
+        parent = (best // k).unsqueeze(2)  # its lane
+        hidden = hidden.take_along_dim(parent, dim=1)
+        seen = seen.take_along_dim(parent, dim=1)
         seen = torch.cat((seen, itself), dim=2)
         write_slots = lane_slots[..., level]
         slots = torch.cat((slots, write_slots), dim=1)
@@ -246,19 +230,21 @@ def draft_forward(model: DraftModel, batch: DraftBatch) -> DraftOutput:
         logits = model.target.lm_head(hidden)
         probabilities, children = first_level(logits, k)
         path_scores = lane_scores.unsqueeze(2) * probabilities
-        path_scores = path_scores.flatten(1)
-        children = children.flatten(1)
         first = tokens.shape[1]
+        children = children.flatten(1)
         tokens = torch.cat((tokens, children), dim=1)
-        scores = torch.cat((scores, path_scores), dim=1)
+        scores = torch.cat((scores, path_scores.flatten(1)), dim=1)
 
     # A stable sort: at equal scores the parent comes first, so that no chosen node lacks its parent.
     ranked = scores.argsort(dim=1, descending=True, stable=True)
     budget = model.config.num_draft_tokens - 1  # the root is given
-    best = ranked[:, :budget]
-    chosen, _ = best.sort()
-    tokens = tokens.gather(1, chosen)
-    return DraftOutput(parents, chosen, tokens, scores)
+    chosen, _ = ranked[:, :budget].sort()
+    return DraftOutput(
+        parent_list=parents,
+        top_scores_index=chosen,
+        draft_tokens=tokens.gather(1, chosen),
+        scores=scores,
+    )
 
 
 class DraftExtendOutput(NamedTuple):
@@ -274,21 +260,22 @@ class DraftExtendOutput(NamedTuple):
 def draft_extend_forward(model: DraftModel, batch: DraftExtendBatch) -> DraftExtendOutput:
     """The head over w rows a request; row r sees the prefix (seq_lens - extend_seq_lens) and rows 0 to r.
 
-    The next draft starts from row i * w + accepted - 1 of request i. With `select_index` (bs,), the
-    LM head computes these rows only, as in SGLang of October 2026; without it, all bs * w.
+    The next draft starts from row i * w + accepted - 1 of request i. With `select_index` the LM head computes
+    these alone, as in SGLang of October 2026.
     """
     w = model.config.num_draft_tokens
     prefix = batch.seq_lens - batch.extend_seq_lens
-    rows = torch.arange(1, w + 1, device=prefix.device)
-    lens = prefix.unsqueeze(1) + rows
+    lens = prefix.unsqueeze(1) + torch.arange(1, w + 1, device=prefix.device)
     lens = lens.clamp(min=1)  # a request of padding is shorter than w; its rows see one column
-    slots = model.req_to_token[batch.req_pool_indices]
-    slots, mask = prefix_slots(slots, lens)
-    input_ids = batch.input_ids.view(-1, w)
-    hidden = batch.hidden_states.unflatten(0, (-1, w))
-    positions = batch.positions.view(-1, w)
-    write_slots = batch.out_cache_loc.view(-1, w)
-    hidden = model.features(input_ids, hidden, positions, write_slots, slots, mask)
+    slots, mask = prefix_slots(model.req_to_token, batch.req_pool_indices, lens)
+    hidden = model.features(
+        batch.input_ids.view(-1, w),
+        batch.hidden_states.unflatten(0, (-1, w)),
+        batch.positions.view(-1, w),
+        batch.out_cache_loc.view(-1, w),
+        slots,
+        mask,
+    )
     hidden = hidden.flatten(0, 1)
     if batch.select_index is not None:
         hidden = hidden[batch.select_index]
@@ -299,18 +286,16 @@ def draft_extend_forward(model: DraftModel, batch: DraftExtendBatch) -> DraftExt
 
 def load_trained(config: EagleConfig, device: Device = "cpu"):
     """Target and head of data/models in the config's dtype. RuntimeError where its sizes are not theirs."""
-    # Here, since scripts/record.py does without it, on a GPU machine with little more than torch.
+    # Here, since scripts/record.py runs where there is little more than torch.
     from safetensors.torch import load_file
 
     models = both_models(config)
     weights = load_file(TRAINED / "tiny.safetensors")
     models.load_state_dict(weights)
-    models.to(device)
-    return models["target"], models["head"]
+    return models["target"].to(device), models["head"].to(device)
 
 
 def load_prompts() -> list[list[int]]:
     """The held-out prompts of data/models: starts of lines, cut at ragged lengths, as bytes."""
     text = (TRAINED / "prompts.txt").read_bytes()
-    lines = text.splitlines()
-    return [list(b"\n" + line) for line in lines]
+    return [list(b"\n" + line) for line in text.splitlines()]

@@ -7,8 +7,8 @@ the runner's `strategy` (lib/strategies.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from operator import attrgetter
 from typing import NamedTuple
@@ -16,16 +16,17 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
+from torch.types import Device
 
 from lib.copies import Call, Pairs, ReplayCopies, StaticInput, grouped_dma, run
 from lib.eagle.fields import Batch, DraftBatch, DraftExtendBatch, EagleConfig, Field
 from lib.eagle.graph import capturer
 from lib.eagle.model import DraftModel, draft_extend_forward, draft_forward
 from lib.launches import Launch, launches
+from lib.packed import ALIGNMENT
 from lib.strategies import ROUTES, STRATEGIES, Step
 
 SIGNATURE = attrgetter("shape", "dtype", "device")
-ALIGNMENT = 16  # bytes, of each field in one allocation: the widest access of a thread
 Named = dict[str, Tensor]
 
 
@@ -37,20 +38,21 @@ class InputBuffers:
         self.fields = fields
         self.inputs = {}  # by name a `StaticInput`
         self.of_storage = {}
-        self.host_pads = {}
         for field in fields:
-            shape = field.shape(config.max_batch_size)
             where = "cpu" if field.host else device
+            shape = field.shape(config.max_batch_size)
             buffer = torch.full(shape, field.pad or 0, dtype=field.dtype, device=where)
-            # Rows of a large field need no padding: no real row depends on them.
-            pad = None if field.large and not field.fill_if_missing else field.pad
-            static = StaticInput(
-                buffer, field.rows, pad, field.required, field.fill_if_missing, field.dim, field.source_dtype
+            unpadded = field.large and not field.fill_if_missing  # no real row depends on the others
+            self.inputs[field.name] = StaticInput(
+                buffer,
+                rows=field.rows,
+                pad=None if unpadded else field.pad,
+                required=field.required,
+                fill_if_missing=field.fill_if_missing,
+                dim=field.dim,
+                source_dtype=field.source_dtype,
             )
-            self.inputs[field.name] = static
             self.of_storage[buffer.untyped_storage()._cdata] = field
-            if field.host:
-                self.host_pads[field.name] = buffer.clone()
         self.tensors = {name: static.buffer for name, static in self.inputs.items()}
         self.values = attrgetter(*self.inputs)
 
@@ -60,7 +62,7 @@ class InputBuffers:
 
     def static_inputs(self) -> dict[str, StaticInput]:
         """The device fields for a `ReplayCopies`."""
-        return {name: static for name, static in self.inputs.items() if name not in self.host_pads}
+        return {field.name: self.inputs[field.name] for field in self.fields if not field.host}
 
     def route(self, route: Callable, pairs: Pairs) -> list[Call]:
         """The calls of a route of ROUTES for what lies on the device, and copies in host memory."""
@@ -75,33 +77,30 @@ class InputBuffers:
         return route(on_device) + host_copies(on_host)
 
     def step(self, batch: Batch, captured: int) -> tuple[Step, list[Call]]:
-        """The step as SGLang lays it out: views cut anew, whole buffers filled where the batch is padded; and
-        what fills the buffers in host memory. Raises ValueError, naming the field that is not as expected."""
-        step = Step()
-        on_host = []
+        """The step as SGLang lays it out, views cut anew and whole buffers filled where the batch is padded;
+        and what fills buffers in host memory. ValueError names the field that is not as expected."""
+        step, host = Step(), Step()
         batch_size = batch.batch_size
         padded = captured > batch_size
         for field, source in zip(self.fields, self.values(batch)):
-            name = field.name
-            rows = self.inputs[name].between(0, batch_size)
+            static = self.inputs[field.name]
+            rows = static.between(0, batch_size)
             comes = source is not None
             if comes or field.required:
                 expected = rows.shape, field.source_dtype, rows.device
                 got = SIGNATURE(source) if isinstance(source, Tensor) else type(source)
                 if got != expected:
-                    raise ValueError(f"{name}: expected {expected}, got {got}")
-            if padded and field.host:
-                on_host.append((self.tensors[name], self.host_pads[name]))
-            elif padded and field.pad is not None:
-                step.fills.append((self.tensors[name], field.pad))
+                    raise ValueError(f"{field.name}: expected {expected}, got {got}")
+            side = host if field.host else step
+            if padded and field.pad is not None:
+                side.fills.append((static.buffer, field.pad))
             elif field.fill_if_missing and not comes:
-                step.fills.append((rows, field.pad))
-            if comes and field.host:
-                on_host.append((rows, source))
-            elif comes:
-                side = step.large if field.large else step.small
-                side[name] = rows, source
-        return step, host_copies(on_host)
+                side.fills.append((rows, field.pad))
+            if comes:
+                pairs = side.large if field.large else side.small
+                pairs[field.name] = rows, source
+        fills = [(buffer, torch.full_like(buffer, pad)) for buffer, pad in host.fills]
+        return step, host_copies(fills + host.pairs)
 
 
 def host_copies(pairs: Pairs) -> list[Call]:
@@ -112,46 +111,36 @@ class Producer(NamedTuple):
     """Where the sources of one captured size lie for good, and what is left to do with them."""
 
     inputs: Batch  # what the graph reads
-    outputs: dict[str, StaticInput]  # where the producer writes
+    outputs: Named  # where the producer writes
     before: list[Call]  # before a replay
     inside: list[Call]  # in the graph
 
 
+@dataclass(eq=False, repr=False)
 class GraphRunner:
-    """What both runners share. Subclasses have a `batch_class` and a `forward` pass to capture.
+    """What both runners share. Subclasses have a `batch_class` and a `forward` pass to capture."""
 
-    Args:
-        strategy: a name in `STRATEGIES`, or such a function; may be set anew at any time.
-        model: head, KV pool and request table. None builds one with seeded random weights at the first
-            capture, so that buffers, copies and launch counts of a large preset need no gigabytes.
-        one_allocation: all inputs of a size in one block, copied from another by one memcpy.
-        copy_in_graph: the copies are part of the captured graph, from fixed addresses.
-            With either one batches have to come from `place` or `inputs`.
-    """
+    config: EagleConfig
+    strategy: str | Callable = "grouped_foreach_dma"  # of STRATEGIES, or such a function; may be set anew
+    device: Device = "cpu"
+    # Head, KV pool and request table. None: of seeded random weights, made at the first capture, so that
+    # copies and launch counts of a large preset need no gigabytes.
+    model: DraftModel | None = None
+    # With either of these, batches have to come from `place` or `inputs`.
+    one_allocation: bool = False  # all inputs of a size in one block, copied from another by one memcpy
+    copy_in_graph: bool = False  # the captured graph copies, from fixed addresses
 
-    def __init__(
-        self,
-        config: EagleConfig,
-        strategy: str | Callable = "grouped_foreach_dma",
-        device: str | torch.device = "cpu",
-        model: DraftModel | None = None,
-        one_allocation: bool = False,
-        copy_in_graph: bool = False,
-    ) -> None:
-        if not callable(STRATEGIES.get(strategy, strategy)):
-            raise ValueError(f"strategy: expected one of {list(STRATEGIES)}, got {strategy!r}")
-        self.config = config
-        self.strategy = strategy
-        self.model = model
-        self.device = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0", as on tensors
-        self.buffers = InputBuffers(config, config.table(self.batch_class.table), self.device)
+    def __post_init__(self) -> None:
+        if not callable(STRATEGIES.get(self.strategy, self.strategy)):
+            raise ValueError(f"strategy: expected one of {list(STRATEGIES)}, got {self.strategy!r}")
+        self.device = torch.empty(0, device=self.device).device  # "cuda" becomes "cuda:0", as on tensors
+        fields = self.config.table(self.batch_class.table)
+        self.buffers = InputBuffers(self.config, fields, self.device)
         self.kept = {}  # the copies of the strategies whose calls can be kept
         for name, route in ROUTES.items():
             route = partial(self.buffers.route, route)
             self.kept[name] = ReplayCopies(self.buffers.inputs, route=route)
-        self.one_allocation = one_allocation
-        self.copy_in_graph = copy_in_graph
-        self.placed = one_allocation or copy_in_graph
+        self.placed = self.one_allocation or self.copy_in_graph
         self.graphs = {}  # by captured size
         self.producer = cache(self._producer)
         self.placed_batch = None
@@ -168,60 +157,51 @@ class GraphRunner:
         graphs = {}
         for captured in reversed(self.config.capture_batch_sizes):
             producer = self.producer(captured)
-            tensors = list(producer.inputs.tensors().values())
-            for static in producer.outputs.values():
-                tensors.append(static.buffer)
-            held = [tensor.clone() for tensor in tensors]
-            for static in producer.outputs.values():
-                static.buffer.fill_(static.pad or 0)
+            memory = [*producer.inputs.tensors().values(), *producer.outputs.values()]
+            held = [tensor.clone() for tensor in memory]
+            for name, buffer in producer.outputs.items():
+                buffer.fill_(self.buffers.inputs[name].pad or 0)
             run(producer.before)
-            try:
-                graphs[captured] = capture(partial(self._compute, producer))
-            finally:
-                for tensor, value in zip(tensors, held):
-                    tensor.copy_(value)
-        self.graphs = graphs
 
-    def _compute(self, producer: Producer) -> NamedTuple:
-        run(producer.inside)
-        return type(self).forward(self.model, producer.inputs)
+            def compute(producer=producer):
+                run(producer.inside)
+                return type(self).forward(self.model, producer.inputs)
+
+            try:
+                graphs[captured] = capture(compute)
+            finally:
+                torch._foreach_copy_(memory, held)
+        self.graphs = graphs
 
     @torch.inference_mode(False)
     def _producer(self, captured: int) -> Producer:
         rows = self.buffers.rows(captured)
-        inputs = {name: rows[name] for name in self.buffers.static_inputs()}
-        outputs = inputs
+        inputs = outputs = {name: rows[name] for name in self.buffers.static_inputs()}
         calls = []
         if self.placed:
-            staged, outputs = in_one_block(inputs)
+            staged, outputs = in_one_block(inputs, self.device)
             calls = grouped_dma(zip(inputs.values(), outputs.values()))
         if self.one_allocation:
-            static, inputs = in_one_block(inputs)
+            static, inputs = in_one_block(inputs, self.device)
             calls = [Call("copy_", [static], [staged])]
-        written = {}
-        for name, tensor in (rows | outputs).items():
-            written[name] = replace(self.buffers.inputs[name], buffer=tensor)
-        read = self.batch_class(**rows | inputs)
-        if self.copy_in_graph:
-            return Producer(read, written, before=[], inside=calls)
-        return Producer(read, written, before=calls, inside=[])
+        return Producer(
+            inputs=self.batch_class(**rows | inputs),
+            outputs=rows | outputs,
+            before=[] if self.copy_in_graph else calls,
+            inside=calls if self.copy_in_graph else [],
+        )
 
     @torch.no_grad()
-    def inputs(self, batch_size: int, names: Iterable[str] | None = None) -> Batch:
-        """A batch to write in place: views of where the graph's sources lie, padding written behind them.
-
-        Valid until the next such call, or `copy_inputs` of another batch; its own makes no call but the one
-        of one_allocation. names: the fields that come, all where not given.
-        """
-        captured = self.padded_batch_size(batch_size)
+    def inputs(self, batch_size: int) -> Batch:
+        """A batch to write in place: views of where the graph's sources lie, holding padding. Valid until the
+        next such call, or `copy_inputs` of another batch; its own makes no call but one_allocation's."""
+        producer = self.producer(self.padded_batch_size(batch_size))
         batch = self.batch_class()
-        for name, field in self.producer(captured).outputs.items():
-            first = 0
-            if names is None or name in names:
-                first = batch_size
-                setattr(batch, name, field.between(0, batch_size))
+        for name, buffer in producer.outputs.items():
+            field = replace(self.buffers.inputs[name], buffer=buffer)
+            setattr(batch, name, field.between(0, batch_size))
             if field.pad is not None:
-                field.between(first, captured).fill_(field.pad)
+                buffer.fill_(field.pad)
         self.placed_batch = batch
         self.lent.add(batch)
         return batch
@@ -229,11 +209,13 @@ class GraphRunner:
     @torch.no_grad()
     def place(self, batch: Batch) -> Batch:
         """Write the batch where this runner's sources have to lie: as `inputs`. Raises as `copy_inputs`."""
-        captured = self.padded_batch_size(batch.batch_size)
-        self.buffers.step(batch, captured)  # for its errors
-        placed = self.inputs(batch.batch_size, batch.tensors())
-        for name, tensor in placed.tensors().items():
-            tensor.copy_(getattr(batch, name))
+        batch_size = batch.batch_size
+        self.buffers.step(batch, self.padded_batch_size(batch_size))  # for its errors
+        placed = self.inputs(batch_size)
+        for name, rows in placed.tensors().items():
+            source = getattr(batch, name)
+            if source is not None:
+                rows.copy_(source)
         return placed
 
     def padded_batch_size(self, batch_size: int) -> int:
@@ -244,11 +226,9 @@ class GraphRunner:
         raise ValueError(f"batch size: expected 1 to {self.config.max_batch_size}, got {batch_size}")
 
     def calls(self, batch: Batch) -> list[Call]:
-        """What fills the buffers with this batch, padding and host fields included.
-
-        Raises ValueError for a batch larger than the largest captured, a missing required field, a wrong
-        shape, dtype or device, one that `place` did not return where it has to; and as the strategy does.
-        """
+        """What fills the buffers with this batch, padding and host fields included. ValueError: it is larger
+        than the largest captured, lacks a required field, has a wrong shape, dtype or device, or does not lie
+        where it has to. Raises as the strategy, too."""
         batch_size = batch.batch_size
         captured = self.padded_batch_size(batch_size)
         if batch is self.placed_batch:
@@ -279,11 +259,7 @@ class GraphRunner:
         if not self.graphs:
             self.capture()
         outputs = self.graphs[captured].replay()
-        cut = []
-        for tensor in outputs:
-            rows = len(tensor) // captured * batch_size
-            cut.append(tensor[:rows])
-        return outputs._make(cut)
+        return outputs._make(rows[: len(rows) // captured * batch_size] for rows in outputs)
 
     def replay(self, batch: Batch) -> NamedTuple:
         """Copy the inputs and replay; outputs are valid until the next replay. Raises as `copy_inputs`."""
@@ -291,15 +267,13 @@ class GraphRunner:
         return self.replay_graph(batch.batch_size)
 
 
-def in_one_block(tensors: Named) -> tuple[Tensor, Named]:
+def in_one_block(tensors: Named, device: torch.device) -> tuple[Tensor, Named]:
     """Bytes for all tensors, and views of them of their shapes and dtypes, each aligned. Starts as 0."""
     sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors.values()]
-    device = next(iter(tensors.values())).device
     block = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
     views = {}
     for (name, tensor), part in zip(tensors.items(), block.split(sizes)):
-        part = part[: tensor.nbytes].view(tensor.dtype)
-        views[name] = part.view(tensor.shape)
+        views[name] = part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
     return block, views
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -23,9 +22,9 @@ from lib.eagle.model import (
     DraftModel,
     DraftOutput,
     EagleHead,
+    PoolAttention,
     TargetModel,
     causal_attention,
-    pool_attention,
     prefix_slots,
 )
 from lib.eagle.runners import EagleDraftCudaGraphRunner, EagleDraftExtendCudaGraphRunner
@@ -40,19 +39,11 @@ class Request:
     output: list[int] = field(default_factory=list)
     accept_lengths: list[int] = field(default_factory=list)  # tokens gained by each step, bonus included
     req_pool_index: int = 0
-    draft_input: tuple[Tensor, ...] = ()  # its row of DRAFT_INPUT, left by draft-extend or by the prefill
-
-    @property
-    def committed(self) -> int:
-        """How many of its tokens have keys and values in the pools: all but the last."""
-        return len(self.prompt) + len(self.output) - 1
+    draft_input: tuple[Tensor, ...] = ()  # where its next draft starts: DraftExtendOutput without logits
 
     @property
     def finished(self) -> bool:
         return len(self.output) >= self.max_new_tokens
-
-
-DRAFT_INPUT = DraftExtendOutput._fields[1:]  # what a draft starts from: hidden_states, topk_p, topk_index
 
 
 class Tree(NamedTuple):
@@ -73,19 +64,15 @@ def build_tree(root: Tensor, draft: DraftOutput, topk: int, num_steps: int) -> T
     bs, w = nodes.shape
     mask = torch.eye(w, dtype=torch.bool, device=root.device)
     mask = mask.expand(bs, w, w)
-    parent = nodes.unsqueeze(2)
     for _ in range(num_steps):
-        mask = mask | mask.take_along_dim(parent, dim=1)
-    root = root.unsqueeze(1)
-    tokens = torch.cat((root, draft.draft_tokens), dim=1)
+        mask = mask | mask.take_along_dim(nodes.unsqueeze(2), dim=1)
+    tokens = torch.cat((root.unsqueeze(1), draft.draft_tokens), dim=1)
     return Tree(tokens, nodes, mask)
 
 
 def accept_greedy(tree: Tree, predictions: Tensor) -> Tensor:
     """(bs, w) bool: nodes whose whole path is what the target predicts after each node, predictions (bs, w).
-
-    They form one path, since siblings carry different tokens: the best of one distribution.
-    """
+    They form one path, since siblings carry different tokens: the best of one distribution."""
     agrees = tree.tokens == predictions.gather(1, tree.parents)
     agrees[:, 0] = True  # the root
     whole = agrees.unsqueeze(1) | ~tree.mask
@@ -95,18 +82,16 @@ def accept_greedy(tree: Tree, predictions: Tensor) -> Tensor:
 class EagleWorker:
     """Target, draft head, their pools and both graph runners; `submit` requests, then `step` or `run`.
 
-    Args:
-        config: its dtype is the models'; its largest capture batch size bounds the running batch.
-        target, head: e.g. from `load_trained(config, device)`.
-        strategy, runner_options: how both runners copy their inputs; see `GraphRunner`.
+    The config's dtype is the models', its largest capture batch size bounds the running batch. strategy and
+    runner_options say how both runners copy their inputs; see `GraphRunner`.
 
     `spans` holds (name, start, end) of the last step's parts in seconds on the host clock: "prefill" of each
-    new request, "draft copy", "draft replay", "verify", "extend copy" and "extend replay". What they leave of
-    the step is the loop itself. `tree` and `accepted` are what that step drafted, and which nodes it kept.
+    new request, "draft copy", "draft replay", "verify", "extend copy" and "extend replay"; what they leave is
+    the loop itself. `tree` and `accepted` are what that step drafted, and which nodes it kept.
 
     A request owns a row of `req_to_token`: the slots of its committed tokens, then those to work in. A step
-    changes the order of the latter alone; they are committed with the text, when all went well: after an
-    error or an interrupt requests are as before it.
+    changes the order of the latter alone; they are committed with the text, when all went well: an error or
+    an interrupt leaves requests as they were.
     """
 
     def __init__(
@@ -124,8 +109,13 @@ class EagleWorker:
         self.free_requests = list(range(1, 1 + config.max_batch_size))
         self.req_to_token = config.request_table(device)
         self.target_kv = config.kv_pool(config.num_target_layers, device)
-        draft_kv = config.kv_pool(1, device)
-        self.model = DraftModel(config, target, head, draft_kv, self.req_to_token)
+        self.model = DraftModel(
+            config,
+            target,
+            head,
+            kv=config.kv_pool(1, device),
+            req_to_token=self.req_to_token,
+        )
         shared = (config, strategy, device, self.model)
         self.draft = EagleDraftCudaGraphRunner(*shared, **runner_options)
         self.extend = EagleDraftExtendCudaGraphRunner(*shared, **runner_options)
@@ -157,17 +147,16 @@ class EagleWorker:
             self.step()
 
     @torch.no_grad()
-    def step(self) -> list[Request]:
-        """Take up waiting requests, then draft, verify and draft-extend once; returns the finished ones."""
+    def step(self) -> None:
+        """Take up waiting requests, then draft, verify and draft-extend once."""
         self.spans = []
         while self.waiting and self.free_requests:
             self._timed("prefill", self._prefill, self.waiting[0])
             self.running.append(self.waiting.pop(0))
-        finished = self._retire()
+        self._retire()
         if self.running:
             self._speculate()
-            finished += self._retire()
-        return finished
+            self._retire()
 
     def _timed(self, name, work, *args):
         start = time.perf_counter()
@@ -175,26 +164,27 @@ class EagleWorker:
         self.spans.append((name, start, time.perf_counter()))
         return done
 
+    def _run_target(self, tokens, positions, write_slots, read_slots, mask):
+        """Predictions (B, T) and features (B, T, H)."""
+        attention = PoolAttention(self.target_kv, write_slots, read_slots, mask)
+        features = self.target(tokens, positions, attention)
+        logits = self.target.lm_head(features)
+        return logits.argmax(2), features
+
     def _prefill(self, request):
         """Target, then head, over the whole prompt; the head reads tokens shifted by one."""
         length = len(request.prompt)
-        index = self.free_requests[0]
-        slots = self.req_to_token[index, :length]
-        slots = slots.unsqueeze(0)
+        slots = self.req_to_token[self.free_requests[:1], :length]
         tokens = torch.tensor([request.prompt], device=self.device)
         positions = torch.arange(length, device=self.device)[None]
-        mask = positions[..., None] >= positions
-        attention = partial(pool_attention, self.target_kv, slots, slots, mask)
-        features = self.target(tokens, positions, attention)
-        last = features[:, -1:]
-        logits = self.target.lm_head(last)
-        first = logits.argmax(-1)
+        mask = positions.unsqueeze(2) >= positions
+        predictions, features = self._run_target(tokens, positions, slots, slots, mask)
+        first = predictions[:, -1:]
         tokens = torch.cat((tokens[:, 1:], first), dim=1)
         hidden = self.model.features(tokens, features, positions, slots, slots, mask)
         hidden = hidden[:, -1]
         logits = self.target.lm_head(hidden)
-        topk_p, topk_index = first_level(logits, self.config.topk)
-        request.draft_input = (hidden, topk_p, topk_index)
+        request.draft_input = (hidden, *first_level(logits, self.config.topk))
         request.output = first[0].tolist()
         request.req_pool_index = self.free_requests.pop(0)
 
@@ -203,19 +193,17 @@ class EagleWorker:
         config = self.config
         facts = []
         for request in self.running:
-            row = (request.req_pool_index, request.output[-1], request.committed)
-            facts.append(row)
+            committed = len(request.prompt) + len(request.output) - 1
+            facts.append((request.req_pool_index, request.output[-1], committed))
         requests, root, lens = map(torch.tensor, zip(*facts))
         requests = requests.to(self.device)
         root = root.to(self.device)
         # A request's branches, and after the draft its nodes, take the slots behind its committed tokens.
-        own = self.req_to_token[requests]
-        behind = torch.arange(config.slots_per_step)
-        columns = lens.unsqueeze(1) + behind
-        columns = columns.to(self.device)
-        slots = own.gather(1, columns)
-        rows = zip(*(request.draft_input for request in self.running))
-        start = dict(zip(DRAFT_INPUT, map(torch.cat, rows)))
+        behind = lens.unsqueeze(1) + torch.arange(config.slots_per_step)
+        behind = behind.to(self.device)
+        slots = self.req_to_token[requests.unsqueeze(1), behind]
+        starts = zip(*(request.draft_input for request in self.running))
+        start = dict(zip(DraftExtendOutput._fields[1:], map(torch.cat, starts)))
         batch = DraftBatch.of(config, requests, lens, slots, **start)
         out = self._replay("draft", self.draft, batch)
         self.tree = build_tree(root, out, config.topk, config.num_steps)
@@ -223,31 +211,32 @@ class EagleWorker:
         predictions, features = self._timed("verify", self._verify, batch, node_slots)
         self.accepted = accept_greedy(self.tree, predictions)
         # Accepted nodes first, in path order. Rejected ones follow, so that every row has a slot of its own.
-        rank = self.accepted.byte()
-        order = rank.argsort(dim=1, descending=True, stable=True)
+        order = self.accepted.byte().argsort(dim=1, descending=True, stable=True)
         tokens = predictions.gather(1, order)
         node_slots = node_slots.gather(1, order)
         by_row = order.unsqueeze(2)
         hidden = features.take_along_dim(by_row, dim=1)
         counts = self.accepted.sum(1, dtype=torch.int32)
-        new = {"input_ids": tokens.flatten(), "hidden_states": hidden.flatten(0, 1)}
-        batch = DraftExtendBatch.of(config, requests, lens, node_slots, counts, **new)
+        batch = DraftExtendBatch.of(
+            config,
+            requests,
+            lens,
+            node_slots,
+            counts,
+            input_ids=tokens.flatten(),
+            hidden_states=hidden.flatten(0, 1),
+        )
         positions = batch.positions.view_as(tokens)
-        requests = requests.unsqueeze(1)
-        self.req_to_token[requests, positions] = node_slots
+        self.req_to_token[requests.unsqueeze(1), positions] = node_slots
         out = self._replay("extend", self.extend, batch)
         last = batch.select_index
         if len(out.logits) == len(last):  # the graph itself has picked the rows
             last = torch.arange(len(last), device=self.device)
-        rows = []
-        for tensor in out[1:]:
-            picked = tensor[last]
-            rows.append(picked.split(1))
-        draft_inputs = zip(*rows)
+        starts = zip(*(rows[last].split(1) for rows in out[1:]))
         # The step's one synchronization with the device, then no more than lists.
-        kept = zip(self.running, draft_inputs, counts.tolist(), tokens.tolist())
-        for request, draft_input, length, tokens in kept:
-            request.draft_input = draft_input
+        kept = zip(self.running, starts, counts.tolist(), tokens.tolist())
+        for request, start, length, tokens in kept:
+            request.draft_input = start
             request.accept_lengths.append(length)
             text = request.output + tokens[:length]
             request.output = text[: request.max_new_tokens]
@@ -261,34 +250,24 @@ class EagleWorker:
     def _verify(self, batch, node_slots):
         """Run the target over all nodes at once: predictions (bs, w) and features (bs, w, H)."""
         longest = batch.seq_lens_cpu.max()
-        prefix = self.req_to_token[batch.req_pool_indices, :longest]
-        lens = batch.seq_lens.unsqueeze(1)
-        lens = lens.expand_as(node_slots)
-        prefix, seen = prefix_slots(prefix, lens)
+        lens = batch.seq_lens.unsqueeze(1).expand_as(node_slots)
+        prefix, seen = prefix_slots(self.req_to_token[:, :longest], batch.req_pool_indices, lens)
         read_slots = torch.cat((prefix, node_slots), dim=1)
         mask = torch.cat((seen, self.tree.mask), dim=2)
-        attention = partial(pool_attention, self.target_kv, node_slots, read_slots, mask)
-        depths = self.tree.mask.sum(2) - 1
-        positions = lens + depths
-        features = self.target(self.tree.tokens, positions, attention)
-        logits = self.target.lm_head(features)
-        return logits.argmax(2), features
+        positions = lens + self.tree.mask.sum(2) - 1
+        return self._run_target(self.tree.tokens, positions, node_slots, read_slots, mask)
 
     def _retire(self):
         """Let finished requests leave the running batch."""
-        finished = [request for request in self.running if request.finished]
-        for request in finished:
+        for request in [request for request in self.running if request.finished]:
             self.running.remove(request)
             self.free_requests.append(request.req_pool_index)
-        return finished
 
 
 @torch.no_grad()
 def greedy_decode(target: TargetModel, prompt: Sequence[int], max_new_tokens: int):
-    """Plain greedy decoding without any cache, the reference: new tokens, and by how much each leads.
-
-    A lead within rounding means that another order of summing may choose the next best token instead.
-    """
+    """Plain greedy decoding without any cache, the reference: new tokens, and by how much each leads. Where a
+    lead is within rounding, another order of summing may choose the next best token instead."""
     device = target.embed.weight.device
     text = list(prompt)
     leads = []
