@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import pandas as pd
@@ -11,7 +11,7 @@ from lib.copies import DEFAULT_DMA_BYTES
 from lib.kinds import KINDS, Launch
 from lib.launches import foreach_limits, tables
 from lib.profiles.device import DeviceProfile
-from lib.profiles.traces import COLUMN_TYPES, event_table
+from lib.profiles.traces import COLUMNS, event_table
 
 HOST = ("host 0", "", -1, 0)  # track, inputs, stream, thread
 STREAM = ("stream 7", "", 7, -1)
@@ -28,30 +28,26 @@ def simulate(
     Foreach launches in a row with the same reason are chunks of one call, and so are the copies of a slow
     foreach call. A copy to the host, or from pageable memory, holds the host up until it is done.
 
-    Args:
-        work: as `launches` lists them; Launch("graph", 0, 0, "verify") is a graph replay, named so.
-        graph_us: how long graph replays run on the device: all of them, or each by its reason.
-        ahead: the host is ahead: the stream has other work until the last call is made, and nothing holds the
-            host up.
-
-    Returns:
-        a table as of `load_trace`, evidence "modelled", times from the first call on.
+    work: as `launches` lists them; Launch("graph", 0, 0, "verify") is a graph replay, named so. graph_us: how
+    long replays run on the device, all of them or each by its reason. ahead: the stream has other work until
+    the last call is made, and nothing holds the host up. Returns a table as of `load_trace`, evidence
+    "modelled", times from the first call on.
     """
+    costs = list(_host_costs(work, profile))
     rows = []
     host = 0.0
-    stream = host_us(work, profile) if ahead else -np.inf
-    for number, launch in enumerate(work, 1):
+    stream = sum(map(sum, costs)) if ahead else -np.inf
+    for number, (launch, (between, op_us)) in enumerate(zip(work, costs), 1):
         kind = KINDS[launch.kind]
-        between, op_us = _host_costs(work, number - 1, profile)
         host += between
         returned = host + op_us
         call = returned - profile[kind.call]  # an operator makes its runtime call last
         earliest = call + profile["launch_latency_us"]
-        free = stream + profile["gap_us"]
-        start = max(earliest, free)
+        start = max(earliest, stream + profile["gap_us"])
         duration = device_us(launch, profile, graph_us)
         stream = start + duration
-        if not ahead and (launch.kind == "dtoh" or launch.reason.startswith("pageable")):
+        waits = launch.kind == "dtoh" or launch.reason.startswith("pageable")
+        if waits and not ahead:
             returned = max(returned, stream)
         name = kind.work
         if launch.kind == "graph" and launch.reason:
@@ -62,7 +58,7 @@ def simulate(
         rows.append((name, kind.event, *STREAM, start, duration, launch.bytes, number))
         host = returned
     return event_table(
-        pd.DataFrame(rows, columns=[*COLUMN_TYPES]),
+        pd.DataFrame(rows, columns=[*COLUMNS]),
         source=profile.name,
         device=profile.device,
         evidence="modelled",
@@ -75,64 +71,51 @@ def device_us(launch: Launch, profile: DeviceProfile, graph_us: GraphTimes = Non
     """How long the work of a launch runs."""
     kind = KINDS[launch.kind]
     if kind.floor:
-        bytes_per_us = profile[kind.rate] * 1e3
-        return profile[kind.floor] + launch.bytes / bytes_per_us
-    length = graph_us
-    if isinstance(graph_us, Mapping):
-        length = graph_us.get(launch.reason)
+        return profile[kind.floor] + launch.bytes / (1e3 * profile[kind.rate])
+    length = graph_us.get(launch.reason) if isinstance(graph_us, Mapping) else graph_us
     if length is None:
-        raise ValueError(f"graph_us: expected how long graph {launch.reason!r} runs, in us, got {graph_us}")
+        raise ValueError(f"graph_us: expected how long graph {launch.reason!r} runs, in us")
     return length
 
 
-def _host_costs(work: Work, number: int, profile: DeviceProfile) -> tuple[float, float]:
-    """What the host takes before a launch's operator, and in it."""
-    launch = work[number]
-    kind = KINDS[launch.kind]
-    is_group = launch.kind == "foreach"
-    n_tensors = launch.n_copies * is_group
-    tensors_us = n_tensors * profile["host_foreach_tensor_us"]
-    of_a_list = is_group or launch.reason.startswith("slow path")
-    if number and of_a_list and launch.reason == work[number - 1].reason:  # in the same call
-        return 0.0, profile[kind.call if is_group else kind.host] + tensors_us
-    between = profile["host_between_us"] if number else 0.0
-    op_us = max(profile[kind.host], profile[kind.call])
-    return between, op_us + tensors_us
-
-
-def host_us(work: Work, profile: DeviceProfile) -> float:
-    """How long the host takes to issue launches."""
-    costs = [_host_costs(work, number, profile) for number in range(len(work))]
-    return sum(map(sum, costs))
-
-
-def queued_us(work: Work, profile: DeviceProfile) -> float:
-    """How long the device takes for launches that wait in its queue."""
-    return sum(device_us(launch, profile) + profile["gap_us"] for launch in work)
+def _host_costs(work: Work, profile: DeviceProfile) -> Iterator[tuple[float, float]]:
+    """What the host takes before the operator of each launch, and in it."""
+    before = None
+    for launch in work:
+        kind = KINDS[launch.kind]
+        is_group = launch.kind == "foreach"
+        tensors_us = launch.n_copies * is_group * profile["host_foreach_tensor_us"]
+        of_a_list = is_group or launch.reason.startswith("slow path")
+        if before and of_a_list and launch.reason == before.reason:  # in the same call
+            yield 0.0, profile[kind.call if is_group else kind.host] + tensors_us
+        else:
+            op_us = max(profile[kind.host], profile[kind.call])
+            yield profile["host_between_us"] if before else 0.0, op_us + tensors_us
+        before = launch
 
 
 # What grouping saves of a burst, in us, if times of the groups are `off` by a factor. One copy in a group
 # stays as it is; `all_between`: whether the time between the calls that go is saved, too.
 SAVING = """
     gone = n_small - n_grouped
-    asked_us = @larger(op_us, host_us)
+    asked_us = op_us.clip(host_us)
     between_us = (host_span_us - asked_us).clip(0) * gone / n_copies
-    host_bound_us = asked_us * n_small / n_copies - host_grouped_us * off + between_us * all_between
-    scale = ((span_us - kept_us - blocked_us) / @larger(queued_today_us, 1e-9)).clip(0)
-    device_us = scale * (queued_small_us - queued_grouped_us * off)
-    on_device_us = @smaller(gone * floor_us, busy_us - kept_us).clip(0)
+    host_bound_us = asked_us * n_small / n_copies - host_grouped * off + between_us * all_between
+    scale = ((span_us - kept_us - blocked_us) / queued_today.clip(1e-9)).clip(0)
+    device_us = scale * (queued_small - queued_grouped * off)
+    copying_us = busy_us - kept_us
+    on_device_us = (gone * floor_us).clip(upper=copying_us).clip(0)
     most_us = idle_us - blocked_us + on_device_us
-    saved_us = @smaller(host_bound_us.where(regime == 'host-bound', device_us), most_us)
+    saved_us = host_bound_us.where(regime == 'host-bound', device_us).clip(upper=most_us)
 """
 RESULT = """
-    saved_low_us = @smaller(saved_us, @smaller(saved_fast_us, saved_slow_us))
-    saved_high_us = @larger(saved_us, @larger(saved_fast_us, saved_slow_us))
+    saved_us = saved_middle_us
+    saved_low_us = saved_us.clip(upper=saved_fast_us).clip(upper=saved_slow_us)
+    saved_high_us = saved_us.clip(saved_fast_us).clip(saved_slow_us)
     launches = n_copies - n_small + n_grouped
     grouped_us = span_us - saved_us
-    grouped_low_us = span_us - saved_high_us
-    grouped_high_us = span_us - saved_low_us
-    waiting_us = host_small_us - host_grouped_us
-    ahead_us = queued_small_us - queued_grouped_us
+    waiting_us = host_small - host_grouped
+    ahead_us = queued_small - queued_grouped
 """
 
 
@@ -149,11 +132,10 @@ def what_if_grouped(bursts: pd.DataFrame, profile: DeviceProfile, groups: int = 
     saved is more than the idle time, less that in which the stream waited for another one, and what the
     launches that go took on the device.
 
-    Returns:
-        one row a burst: the columns of `bursts`, launches (afterwards), grouped_us, saved_us, and the range
-        of both (grouped_low_us, ...): figures at their fast and slow ends, and on the modelled part the error
-        in that regime. A negative saving means that grouping costs time. waiting_us and ahead_us: the saving,
-        all modelled, if the GPU waited for the host, and if the host were ahead.
+    Returns one row a burst: the columns of `bursts`, launches (afterwards), grouped_us, saved_us, its range
+    saved_low_us to saved_high_us (figures at their fast and slow ends, and on the modelled part the error in
+    that regime; below 0 grouping costs time), waiting_us and ahead_us: the saving, all modelled, if the GPU
+    waited for the host, and if the host were ahead.
     """
     if groups < 1:
         raise ValueError(f"groups: expected at least 1, got {groups}")
@@ -161,29 +143,23 @@ def what_if_grouped(bursts: pd.DataFrame, profile: DeviceProfile, groups: int = 
     error = bursts.regime.map(profile.error).astype(float).fillna(worst)
     dealt = [_dealt(sizes, groups) for sizes in bursts.sizes]
     dealt = pd.DataFrame(dealt, bursts.index, ["today", "small", "grouped"])
-    terms = bursts.assign(**_times(dealt, profile))
-    terms["n_small"] = dealt.small.str.len()
-    terms["n_grouped"] = dealt.grouped.str.len()
+    terms = bursts.join([_times(dealt, profile), dealt.map(len).add_prefix("n_").astype(int)])
     terms["floor_us"] = profile["memcpy_floor_us"]
-    names = {"larger": np.fmax, "smaller": np.fmin}
-    terms = terms.assign(off=1.0, all_between=0.0).eval(SAVING, local_dict=names)
-    offs = {"fast": (1 - error).clip(0), "slow": 1 + error}
+    offs = {"middle": 1.0, "fast": (1 - error).clip(0), "slow": 1 + error}
     for end, off in offs.items():
         grouped = _times(dealt[["grouped"]], profile.at(end))
-        case = terms.assign(off=off, all_between=float(end == "fast"), **grouped)
-        terms[f"saved_{end}_us"] = case.eval(SAVING, local_dict=names).saved_us
-    table = terms.eval(RESULT, local_dict=names)
-    table.attrs = {"evidence": "modelled", "label": profile.label(), "groups": groups}
+        case = terms.assign(off=off, all_between=end == "fast", **grouped)
+        terms[f"saved_{end}_us"] = case.eval(SAVING).saved_us
+    table = terms.eval(RESULT)
+    table.attrs = {"evidence": "modelled", "label": profile.label()}
     return table
 
 
-def _times(dealt: pd.DataFrame, profile: DeviceProfile) -> dict[str, list[float]]:
-    """What host and device take for the launches of each column, burst by burst."""
-    times = {}
-    for part, bursts in dealt.items():
-        times[f"host_{part}_us"] = [host_us(work, profile) for work in bursts]
-        times[f"queued_{part}_us"] = [queued_us(work, profile) for work in bursts]
-    return times
+def _times(dealt: pd.DataFrame, profile: DeviceProfile) -> pd.DataFrame:
+    """What the host takes for each list of launches (host_...), and the device if they queue (queued_...)."""
+    host_us = dealt.map(lambda work: sum(map(sum, _host_costs(work, profile))))
+    queued_us = dealt.map(lambda work: sum(device_us(launch, profile) + profile["gap_us"] for launch in work))
+    return host_us.add_prefix("host_").join(queued_us.add_prefix("queued_")).astype(float)
 
 
 def _dealt(sizes: Sequence[float], groups: int) -> tuple[Work, Work, Work]:
@@ -196,7 +172,6 @@ def _dealt(sizes: Sequence[float], groups: int) -> tuple[Work, Work, Work]:
         if len(group) > 1:
             sizes = [max(copy.bytes, 1) for copy in group]
             chunks = tables(sizes, *foreach_limits())
-            reason = f"group {number}"
-            group = [Launch("foreach", len(part), part.total(), reason) for part in chunks]
+            group = [Launch("foreach", len(part), part.total(), f"group {number}") for part in chunks]
         made += group
     return copies, small, made

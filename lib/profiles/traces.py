@@ -7,11 +7,9 @@ plain or gzip. Every reader gives the same pandas table, one row an event, sorte
     has several), inputs (of a copying operator whose shapes were recorded: "int <- long int", "4 tensors"),
     stream and thread (int64, -1 where they do not apply), start_us (from the first event), dur_us, bytes
     (float, NaN where the trace does not tell; of aten::copy_ what it writes), correlation (int64; a host call
-    and the device work that it launched share one; of nested calls that share it the outer comes first; -1
-    for none).
+    and the device work that it launched share one; nested calls, too, the outer first; -1 for none).
 
-`table.attrs` says where it came from: source, path, device, evidence ("recorded", "measured" or "modelled"),
-rocm, and left_out, a list of sentences.
+`attrs`: source, path, device, evidence ("recorded", "measured" or "modelled"), rocm, left_out (sentences).
 """
 
 from __future__ import annotations
@@ -21,7 +19,6 @@ import gzip
 import json
 import math
 import mmap
-import os
 import re
 import sqlite3
 import tempfile
@@ -29,7 +26,6 @@ import zlib
 from collections import defaultdict
 from collections.abc import Iterator
 from decimal import Decimal, localcontext
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -47,35 +43,21 @@ MEMCPYS = ("memcpy", "memcpy_htod", "memcpy_dtoh", "memcpy_other")
 DEVICE_KINDS = (*MEMCPYS, "memset", "copy_kernel", "kernel", "graph")
 KINDS = (*HOST_KINDS, *DEVICE_KINDS)
 TEXT = pd.CategoricalDtype()
-COLUMN_TYPES = {
-    "name": TEXT,
-    "kind": pd.CategoricalDtype(KINDS),
-    "track": TEXT,
-    "inputs": TEXT,
-    **dict.fromkeys(("stream", "thread"), np.int64),
-    **dict.fromkeys(("start_us", "dur_us", "bytes"), np.float64),
-    "correlation": np.int64,
-}
+COLUMNS = {"name": TEXT, "kind": pd.CategoricalDtype(KINDS), "track": TEXT, "inputs": TEXT, "stream": int}
+COLUMNS |= {"thread": int, "start_us": float, "dur_us": float, "bytes": float, "correlation": int}
 
 # Categories in lower case, with the spellings of earlier years, and the kinds that to_chrome_trace writes.
-CATEGORIES = dict(zip(KINDS, KINDS)) | {
-    "cpu_op": "host_op",
-    "operator": "host_op",
-    "user_annotation": "annotation",
-    "python_function": "python",
-    "cuda_runtime": "runtime",
-    "cuda_driver": "runtime",
-    "gpu_memcpy": "memcpy",
-    "gpu_memset": "memset",
-}
+CATEGORIES = dict(zip(KINDS, KINDS)) | {"gpu_memcpy": "memcpy", "gpu_memset": "memset"}
+CATEGORIES |= {"cpu_op": "host_op", "operator": "host_op", "user_annotation": "annotation"}
+CATEGORIES |= {"python_function": "python", "cuda_runtime": "runtime", "cuda_driver": "runtime"}
 COPY, FOREACH = "aten::copy_", "aten::_foreach_copy_"
-FOREACH_KERNEL = re.compile(r"multi_tensor_apply_kernel.*\bCopy(?:Functor)?<")  # ForeachBinaryOpList.cu
-# How PyTorch names its operators to NVTX: "aten::copy_, seq = 45395, op_id = 990883".
-NVTX_OPERATOR = re.compile(r"^([^,]+)(?:, seq = \d+)?, op_id = \d+")
+# anchored: else a name that repeats itself takes quadratic time
+FOREACH_KERNEL = r"^(?=.*multi_tensor_apply_kernel).*\bCopy(?:Functor)?<"  # ForeachBinaryOpList.cu
+NVTX_NUMBERS = r"(?:, seq = \d+)?, op_id = \d+.*"  # of PyTorch's operators: "aten::copy_, seq = 4, op_id = 9"
 COPY_KERNELS = (
     # behind copy_ (Copy.cu; of PyTorch 1.8, too), SGLang's one for all pairs, and this project's own
     "direct_copy_kernel|copy_device_to_device|_copy_kernel_cuda|neg_conj_kernel_cuda|_small_copy_kernel",
-    FOREACH_KERNEL.pattern,
+    FOREACH_KERNEL,
     *(re.escape(kind.work) for kind in LAUNCH_KINDS.values() if kind.event == "copy_kernel"),
 )
 # What the name says more than the category: category's kind, what the name holds, kind. The first one counts.
@@ -86,14 +68,10 @@ BY_NAME = (
     ("memcpy", "HtoD|HostToDevice", "memcpy_htod"),
     ("memcpy", "DtoH|DeviceToHost", "memcpy_dtoh"),
     ("memcpy", "", "memcpy_other"),
-    ("annotation", NVTX_OPERATOR.pattern, "host_op"),
+    ("annotation", NVTX_NUMBERS, "host_op"),
 )
-WIDTHS = {
-    **dict.fromkeys(("double", "long", "long int"), 8),
-    **dict.fromkeys(("float", "int"), 4),
-    **dict.fromkeys(("c10::Half", "c10::BFloat16", "short", "short int"), 2),
-    **dict.fromkeys(("bool", "signed char", "unsigned char"), 1),
-}
+WIDTHS = {"double": 8, "long": 8, "long int": 8, "float": 4, "int": 4, "c10::Half": 2, "c10::BFloat16": 2}
+WIDTHS |= {"short": 2, "short int": 2, "bool": 1, "signed char": 1, "unsigned char": 1}
 
 NSYS_TABLES = {
     "CUPTI_ACTIVITY_KIND_RUNTIME": "runtime",
@@ -113,25 +91,20 @@ ADVICE = {
     ".zip": "not read as it is: unpack it, and read the trace that is in it",
     ".zst": "not read as it is: unpack it, zstd -d FILE",
 }
-EXPECTED = (
-    'a JSON list, an object with a list "traceEvents", or SQLite of nsys (rocprofv3 writes none of these)'
-)
-
+EXPECTED = 'a JSON list, an object with a list "traceEvents", or SQLite of nsys (not what rocprofv3 writes)'
 LARGEST_UNPACKED = 2 << 30  # bytes of text that a gzip file may hold
 SPAN = 2**42  # us: 50 days, in which a double still tells nanoseconds apart
 
-NONE = msgspec.Raw(b"null")
 
-
-class _Args(msgspec.Struct, gc=False):
+class _Args(msgspec.Struct, gc=False, rename={"dims": "Input Dims", "types": "Input type"}):
     track: str = ""  # this and the next are written by to_chrome_trace
     inputs: str = ""
     device: int = -1
     stream: int = -1
     correlation: int = -1
     bytes: int = -1
-    dims: msgspec.Raw = msgspec.field(name="Input Dims", default=NONE)
-    types: msgspec.Raw = msgspec.field(name="Input type", default=NONE)
+    dims: msgspec.Raw = msgspec.Raw()
+    types: msgspec.Raw = msgspec.Raw()
 
 
 class _Event(msgspec.Struct, gc=False):
@@ -145,13 +118,9 @@ class _Event(msgspec.Struct, gc=False):
     args: _Args = msgspec.field(default_factory=_Args)
 
 
-class _Gpu(msgspec.Struct):
-    name: str = ""
-
-
 class _Document(msgspec.Struct):
-    traceEvents: list[msgspec.Raw]
-    deviceProperties: list[_Gpu] = []
+    traceEvents: list[msgspec.Raw] = []
+    deviceProperties: list[dict[str, Any]] = []
     evidence: str = "recorded"  # this and the next are written by to_chrome_trace
     left_out: list[str] = []
 
@@ -161,24 +130,17 @@ DAMAGED = (EOFError, gzip.BadGzipFile, zlib.error, sqlite3.Error)
 NO_EVENT = _Event("X", "of no readable type")
 # Few labels stand for many events: what is text, or the same for a whole stream.
 LABEL = ("category", "name", "process", "thread", "track", "inputs", "device", "stream")
-NUMBERS = {"label": int, "start_ns": np.int64, "dur_us": float, "correlation": np.int64, "bytes": float}
-LABEL_TEXTS = ("kind", "name", "process", "track", "inputs")
+NUMBERS = {"label": int, "start_ns": int, "dur_us": float, "correlation": int, "bytes": float}
 _decode = msgspec.json.Decoder(_Event, strict=False).decode
 
 
-def load_trace(path: str | os.PathLike, python: bool = False) -> pd.DataFrame:
+def load_trace(path: str | Path, python: bool = False) -> pd.DataFrame:
     """Read a profiler trace into the table described at the top of this module.
 
-    Complete events (`ph` "X") are read. One that cannot be read or placed (a field of another type, no usable
-    time or duration, no stream or thread, a category not in CATEGORIES) is left out, and `attrs["left_out"]`
-    says how many. A gzip file may hold 2 GiB of text.
-
-    Args:
-        python: read the frames of Python functions, too (`with_stack=True`).
-
-    Raises:
-        OSError: no such file.
-        ValueError: a folder, damaged, of no format that is read, no event that could be read.
+    Of the complete events (`ph` "X") those are left out, and counted in `attrs["left_out"]`, that cannot be
+    read or placed: a field of another type, no usable time, duration, stream or thread, a category not in
+    CATEGORIES. python: read the frames of Python functions, too. A gzip file may hold 2 GiB of text. Raises
+    OSError if there is no such file, ValueError for a folder, damage, another format, no event to be read.
     """
     path = Path(path)
     advice = ADVICE.get("folder" if path.is_dir() else path.suffix)
@@ -187,7 +149,7 @@ def load_trace(path: str | os.PathLike, python: bool = False) -> pd.DataFrame:
     try:
         text = _content(path)
         if text[: len(SQLITE)] == SQLITE:
-            document = _Document([])
+            document = _Document()
             rows = _nsys_rows(path, text, document)
         else:
             document = msgspec.json.decode(text, type=_Document | list[msgspec.Raw])
@@ -213,25 +175,24 @@ def from_profiler(prof: Any) -> pd.DataFrame:
 
 
 def event_table(events: pd.DataFrame, **attrs: object) -> pd.DataFrame:
-    """Events with the columns of COLUMN_TYPES as a table with their types, sorted by start."""
-    table = events[[*COLUMN_TYPES]].astype(COLUMN_TYPES)
+    """Events with the columns of COLUMNS as a table with their types, sorted by start."""
+    table = events[[*COLUMNS]].astype(COLUMNS)
     table = table.sort_values("start_us", kind="stable", ignore_index=True)
     table.attrs = attrs
     return table
 
 
-def to_chrome_trace(table: pd.DataFrame, path: str | os.PathLike) -> None:
+def to_chrome_trace(table: pd.DataFrame, path: str | Path) -> None:
     """Write a table as Chrome JSON, for Perfetto or for `load_trace`; gzip where the name ends in .gz.
 
-    Raises:
-        ValueError: a time is not finite, or `path` is the file that the table was read from. Nothing is
-            written then.
+    Raises ValueError, before it writes, if a time is not finite or the table was read from that very file.
     """
     path = Path(path)
     if path.resolve() == table.attrs.get("path"):
         raise ValueError(f"{path}: the table was read from this file, and would overwrite it")
-    args = table[["track", "inputs", "stream", "correlation"]].copy()
-    args["bytes"] = table.bytes.fillna(-1).astype(int)
+    args = table[["track", "inputs", "stream", "correlation"]].assign(
+        bytes=table.bytes.fillna(-1).astype(int)
+    )
     events = table[["name"]].assign(
         ph="X",
         cat=table.kind,
@@ -251,53 +212,43 @@ def to_chrome_trace(table: pd.DataFrame, path: str | os.PathLike) -> None:
     path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
 
 
-# ------------------------------------------------------------------ from a file to rows
-
-
 def _content(path: Path) -> bytes | mmap.mmap:
     """What is in a file; bytes, if it was packed."""
     with open(path, "rb") as file:
         text = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    if text[:2] != GZIP:
-        return text
-    with gzip.open(path, "rb") as stream:
-        text = stream.read(LARGEST_UNPACKED + 1)
-    if len(text) > LARGEST_UNPACKED:
-        raise ValueError("unpacks to more than 2 GiB: record fewer steps, or unpack it first")
+    if text[:2] == GZIP:
+        text = gzip.GzipFile(fileobj=text).read(LARGEST_UNPACKED + 1)
+        if len(text) > LARGEST_UNPACKED:
+            raise ValueError("unpacks to more than 2 GiB: record fewer steps, or unpack it first")
     return text
 
 
 def _json_rows(texts: list[msgspec.Raw]) -> Iterator[tuple]:
     """Of every complete event LABEL and NUMBERS, but for the label's."""
     for text in texts:
-        event = _event(text)
+        try:
+            event = _decode(text)
+        except UNREADABLE:
+            event = NO_EVENT
         args = event.args
+        if event.name in (COPY, FOREACH):
+            _add_shapes(event.name, args)
         if event.ph == "X":
             host = event.cat, event.name, event.pid, event.tid
             label = *host, args.track, args.inputs, args.device, args.stream
             yield label, 1000 * event.ts, event.dur, args.correlation, args.bytes
 
 
-def _event(text: msgspec.Raw) -> _Event:
-    try:
-        event = _decode(text)
-    except UNREADABLE:
-        return NO_EVENT
-    if event.args.dims is not NONE and event.name in (COPY, FOREACH):
-        with contextlib.suppress(*UNREADABLE, LookupError, TypeError):
-            _add_shapes(event.name, event.args)
-    return event
-
-
 def _add_shapes(name: str, args: _Args) -> None:
     """What a copying operator writes, as far as its recorded arguments tell."""
-    first, *_ = msgspec.json.decode(args.dims, type=list[list])
-    if name == FOREACH:  # of lists no dtype is recorded
-        args.inputs = f"{len(first)} tensors"
-        return
-    to, of, *_ = msgspec.json.decode(args.types, type=list[str])
-    args.bytes = math.prod(map(int, first)) * WIDTHS[to]
-    args.inputs = f"{to} <- {of}"
+    with contextlib.suppress(*UNREADABLE, LookupError, TypeError):
+        first, *_ = msgspec.json.decode(args.dims, type=list[list])
+        if name == FOREACH:  # of lists no dtype is recorded
+            args.inputs = f"{len(first)} tensors"
+        else:
+            to, of, *_ = msgspec.json.decode(args.types, type=list[str])
+            args.bytes = math.prod(map(int, first)) * WIDTHS[to]
+            args.inputs = f"{to} <- {of}"
 
 
 def _nsys_rows(path: Path, text: bytes | mmap.mmap, document: _Document) -> Iterator[tuple]:
@@ -314,48 +265,51 @@ def _nsys_rows(path: Path, text: bytes | mmap.mmap, document: _Document) -> Iter
             for row in db.execute(NSYS_QUERY.format_map(fields)):
                 yield row[:8], *row[8:]
         if "TARGET_INFO_GPU" in tables:
-            document.deviceProperties = [_Gpu(*row) for row in db.execute("SELECT name FROM TARGET_INFO_GPU")]
+            names = db.execute("SELECT name FROM TARGET_INFO_GPU")
+            document.deviceProperties = [{"name": name} for (name,) in names]
     if "TARGET_INFO_SYSTEM_ENV" in tables:
-        document.left_out.append(
-            "the file holds the recorder's environment, secrets included: mind who gets it"
-        )
-
-
-# ------------------------------------------------------------------ from rows to a table
+        document.left_out = ["the file holds the recorder's environment, secrets included: mind who gets it"]
 
 
 def _table(path: Path, rows: Iterator[tuple], document: _Document, python: bool) -> pd.DataFrame:
     """The table of a file's events. What cannot be placed is left out, and said so."""
-    numbers = defaultdict(count().__next__)  # every label once: its events hold its number
-    numbered = ((numbers[label], *others) for label, *others in rows)
-    events = pd.DataFrame(np.fromiter(numbered, [*NUMBERS.items()]))
-    if events.empty:
-        raise ValueError("holds no event that lasts (ph X)")
-    labels = pd.DataFrame([*numbers], columns=LABEL)
-    labels["kind"] = [*map(_kind, labels.category, labels.name)]
-    is_read = labels.kind.notna() & (python | (labels.kind != "python"))
+    numbers = {}  # every label once: its events hold its number
+    numbered = ((numbers.setdefault(label, len(numbers)), *others) for label, *others in rows)
+    events = pd.DataFrame(np.fromiter(numbered, list(NUMBERS.items())))
+    labels = pd.DataFrame(list(numbers), columns=LABEL)
+    kind = labels.category.str.lower().map(CATEGORIES)
+    named = [(kind == of) & labels.name.str.contains(text) for of, text, _ in BY_NAME]
+    labels["kind"] = np.select(named, [found for *_, found in BY_NAME], kind)
+    wanted = {*KINDS} if python else {*KINDS} - {"python"}
+    is_read = labels.kind.isin(wanted)
     unread = events.label.map(labels.category[~is_read]).value_counts()
     told = {f"events of category {category!r} left out": n for category, n in unread.items()}
-    labels = _placed(labels[is_read].copy())
-    events = events.join(labels.astype(dict.fromkeys(LABEL_TEXTS, TEXT)), on="label", how="inner")
-    apart = (events.start_ns - events.start_ns.median()).abs()
-    somewhere = (events.stream != -1) | (events.thread != -1)
-    fits = (apart < 1000 * SPAN) & events.dur_us.between(0, SPAN) & somewhere
-    told["events without a usable time, duration, thread or stream left out"] = (~fits).sum()
-    events = events[fits].copy()
-    if events.empty:
-        raise ValueError(f"no event could be read: {told}")
-    events["start_us"] = (events.start_ns - events.start_ns.min()) / 1000
-    events["bytes"] = events.bytes.where(events.bytes >= 0)
-    why = "events not joined: several processes have a host call with their correlation"
-    told[why] = _leave_unclear(events)
+    events = events.join(_placed(labels[is_read]), on="label", how="inner")
+    timed = events.query(
+        "(start_ns - start_ns.median()).abs() < 1000 * @SPAN and 0 <= dur_us <= @SPAN"
+        " and (stream != -1 or thread != -1)"
+    )
+    told["events without a usable time, duration, thread or stream left out"] = len(events) - len(timed)
+    if timed.empty:
+        raise ValueError(f"no event that lasts (ph X) could be read: {told}")
+    events = timed.eval("""
+        start_us = (start_ns - start_ns.min()) / 1000
+        bytes = bytes.where(bytes >= 0)
+        correlation = correlation.where(correlation > 0, -1)
+    """)
+    calls = events.query("kind == 'runtime' and correlation > 0")
+    processes = calls.groupby("correlation").process.nunique()
+    unclear = events.correlation.isin(processes.index[processes > 1])
+    events["correlation"] = events.correlation.mask(unclear, -1)
+    told["events not joined: several processes have a host call with their correlation"] = unclear.sum()
+    gpus = {str(gpu.get("name", "")) for gpu in document.deviceProperties}
     table = event_table(
         events,
         source=path.name,
         path=path.resolve(),
-        device=", ".join(sorted({gpu.name for gpu in document.deviceProperties})),
+        device=", ".join(sorted(gpus)),
         evidence=document.evidence,
-        rocm=labels.name[labels.kind == "runtime"].str.startswith("hip").any().item(),
+        rocm=calls.name.str.startswith("hip").any().item(),
     )
     told |= _oddities(table)
     sentences = [f"{n} {what}" for what, n in told.items() if n]
@@ -365,40 +319,22 @@ def _table(path: Path, rows: Iterator[tuple], document: _Document, python: bool)
     return table
 
 
-def _kind(category: str, name: str) -> str | None:
-    """Of KINDS; None for an event that is not read."""
-    kind = CATEGORIES.get(category.lower())
-    by_name = (found for of, text, found in BY_NAME if of == kind and re.search(text, name))
-    return next(by_name, kind)
-
-
 def _placed(labels: pd.DataFrame) -> pd.DataFrame:
     """With the tracks of threads and streams, named after device and process where there are several."""
     on_device = labels.kind.isin(DEVICE_KINDS)
-    labels["name"] = labels.name.str.replace(NVTX_OPERATOR, r"\1", regex=True)
-    threads = pd.to_numeric(labels.thread, errors="coerce")
-    labels["thread"] = threads.mask(on_device).fillna(-1).astype(np.int64)
-    labels["stream"] = labels.stream.where(on_device, -1)
+    threads = pd.to_numeric(labels.thread, errors="coerce").mask(on_device).fillna(-1).astype(int)
     # of device work Kineto names no process, but the device again
     process = labels.process.mask(on_device & (labels.process == labels.device), "").astype(str)
     stream = "stream " + labels.stream.astype(str)
-    if labels.device[labels.stream != -1].nunique() > 1:
+    if labels.device[on_device & (labels.stream != -1)].nunique() > 1:
         stream = "gpu " + labels.device.astype(str) + " " + stream
-    track = stream.where(on_device, "host " + labels.thread.astype(str))
+    track = stream.where(on_device, "host " + threads.astype(str))
     if process[process != ""].nunique() > 1:
         track = track.mask(process != "", track + " of " + process)
     track = track.mask(labels.track != "", labels.track)
-    return labels.assign(process=process, track=track)
-
-
-def _leave_unclear(events: pd.DataFrame) -> int:
-    """Take from events the correlations that calls of several processes share; how many events."""
-    events.loc[events.correlation <= 0, "correlation"] = -1
-    calls = events.query("kind == 'runtime' and correlation >= 0")
-    calls = calls.drop_duplicates(["correlation", "process"])
-    unclear = events.correlation.isin(calls.correlation[calls.duplicated("correlation")])
-    events.loc[unclear, "correlation"] = -1
-    return unclear.sum()
+    name = labels.name.str.replace(NVTX_NUMBERS, "", regex=True)
+    texts = labels[["kind", "inputs"]].assign(name=name, process=process, track=track).astype(TEXT)
+    return texts.assign(thread=threads, stream=labels.stream.where(on_device, -1))
 
 
 def _oddities(table: pd.DataFrame) -> dict[str, int]:
