@@ -15,8 +15,6 @@ variables hold thousands of attributes). Kept are shapes, strides and host sourc
 function deletes may live until it returns.
 """
 
-from __future__ import annotations
-
 import linecache
 import re
 import sys

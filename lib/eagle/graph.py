@@ -4,8 +4,6 @@ The contract: `capture(compute)` runs `compute`, whose outputs are new tensors, 
 computes again from what its static inputs then hold, and leaves the results in the same tensors as before.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple

@@ -4,8 +4,6 @@ Greedy: the text is the target's own, whatever the draft proposes. Committed tok
 values are in the pools; the last token of a text is not among them yet, it is the root of the next tree.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field

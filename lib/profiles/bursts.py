@@ -1,7 +1,5 @@
 """The runs of device copies in a trace: which call and operator stand behind each, and what they wait for."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -12,6 +12,7 @@ from pathlib import Path
 import matplotlib.style
 import numpy as np
 import pandas as pd
+import seaborn
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
@@ -186,6 +187,7 @@ def timings(results: dict[str, Timing], title: str, work: str) -> Figure:
 def values(numbers: dict, title: str, xlabel: str, marks: dict | None = None) -> Figure:
     """Numbers, or a Range each, one row a name; a range across zero is no claim."""
     fig, ax = new_figure(title, 0.95, numbers)
+    ends = {}
     for row, number in enumerate(numbers.values()):
         text = str(number)
         if not isinstance(number, Range):
@@ -193,10 +195,11 @@ def values(numbers: dict, title: str, xlabel: str, marks: dict | None = None) ->
             number = Range(number, 0, number)
         elif not number.clear and number.low < number.high:  # else nothing changes, which is no doubt
             text += ": no claim"
-        ax.hlines(row, number.low, number.high, linewidth=2.6)
-        ax.plot(number.middle, row, "o", color="C0")
+        ends[row] = number.low, number.middle, number.high
         right = {"xycoords": ("axes fraction", "data"), "va": "center"}
         ax.annotate(text, (1.01, row), **right)
+    look = {"orient": "h", "native_scale": True, "linestyle": "none", "err_kws": {"marker": ""}}
+    seaborn.pointplot(pd.DataFrame(ends), ax=ax, estimator="median", errorbar=("pi", 100), **look)
     ax.axvline(0, color=SOFT)
     ax.set_xlabel(xlabel)
     _marks(ax, marks)
