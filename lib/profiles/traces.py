@@ -26,6 +26,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Iterator
 from decimal import Decimal, localcontext
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +52,7 @@ CATEGORIES = dict(zip(KINDS, KINDS)) | {"gpu_memcpy": "memcpy", "gpu_memset": "m
 CATEGORIES |= {"cpu_op": "host_op", "operator": "host_op", "user_annotation": "annotation"}
 CATEGORIES |= {"python_function": "python", "cuda_runtime": "runtime", "cuda_driver": "runtime"}
 COPY, FOREACH = "aten::copy_", "aten::_foreach_copy_"
-# anchored: else a name that repeats itself takes quadratic time
-FOREACH_KERNEL = r"^(?=.*multi_tensor_apply_kernel).*\bCopy(?:Functor)?<"  # ForeachBinaryOpList.cu
+FOREACH_KERNEL = r"^(?=.*multi_tensor_apply_kernel).*\bCopy(?:Functor)?<"  # ForeachBinaryOpList.cu; ^: linear
 NVTX_NUMBERS = r"(?:, seq = \d+)?, op_id = \d+.*"  # of PyTorch's operators: "aten::copy_, seq = 4, op_id = 9"
 COPY_KERNELS = (
     # behind copy_ (Copy.cu; of PyTorch 1.8, too), SGLang's one for all pairs, and this project's own
@@ -153,7 +153,8 @@ def load_trace(path: str | Path, python: bool = False) -> pd.DataFrame:
             rows = _nsys_rows(path, text, document)
         else:
             document = msgspec.json.decode(text, type=_Document | list[msgspec.Raw])
-            document = document if isinstance(document, _Document) else _Document(document)
+            if not isinstance(document, _Document):
+                document = _Document(document)
             rows = _json_rows(document.traceEvents)
         with localcontext(Emax=30, traps=[]):  # a time beyond is infinite, not a million digits
             return _table(path, rows, document, python)
@@ -273,14 +274,14 @@ def _nsys_rows(path: Path, text: bytes | mmap.mmap, document: _Document) -> Iter
 
 def _table(path: Path, rows: Iterator[tuple], document: _Document, python: bool) -> pd.DataFrame:
     """The table of a file's events. What cannot be placed is left out, and said so."""
-    numbers = {}  # every label once: its events hold its number
-    numbered = ((numbers.setdefault(label, len(numbers)), *others) for label, *others in rows)
+    numbers = defaultdict(count().__next__)  # every label once: its events hold its number
+    numbered = ((numbers[label], *others) for label, *others in rows)
     events = pd.DataFrame(np.fromiter(numbered, list(NUMBERS.items())))
     labels = pd.DataFrame(list(numbers), columns=LABEL)
     kind = labels.category.str.lower().map(CATEGORIES)
     named = [(kind == of) & labels.name.str.contains(text) for of, text, _ in BY_NAME]
     labels["kind"] = np.select(named, [found for *_, found in BY_NAME], kind)
-    wanted = {*KINDS} if python else {*KINDS} - {"python"}
+    wanted = KINDS if python else set(KINDS) - {"python"}
     is_read = labels.kind.isin(wanted)
     unread = events.label.map(labels.category[~is_read]).value_counts()
     told = {f"events of category {category!r} left out": n for category, n in unread.items()}
@@ -297,10 +298,10 @@ def _table(path: Path, rows: Iterator[tuple], document: _Document, python: bool)
         bytes = bytes.where(bytes >= 0)
         correlation = correlation.where(correlation > 0, -1)
     """)
-    calls = events.query("kind == 'runtime' and correlation > 0")
+    calls = events[(events.kind == "runtime") & (events.correlation > 0)]
     processes = calls.groupby("correlation").process.nunique()
     unclear = events.correlation.isin(processes.index[processes > 1])
-    events["correlation"] = events.correlation.mask(unclear, -1)
+    events.loc[unclear, "correlation"] = -1
     told["events not joined: several processes have a host call with their correlation"] = unclear.sum()
     gpus = {str(gpu.get("name", "")) for gpu in document.deviceProperties}
     table = event_table(
@@ -315,7 +316,7 @@ def _table(path: Path, rows: Iterator[tuple], document: _Document, python: bool)
     sentences = [f"{n} {what}" for what, n in told.items() if n]
     if not table.kind.isin(DEVICE_KINDS).any():
         sentences.append("no GPU event in the file: only the host side can be shown")
-    table.attrs["left_out"] = [*dict.fromkeys(document.left_out + sentences)]
+    table.attrs["left_out"] = list(dict.fromkeys(document.left_out + sentences))
     return table
 
 
