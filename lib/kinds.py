@@ -10,9 +10,8 @@ CALL_FIGURES = {MEMCPY: "host_memcpy_us", KERNEL: "host_launch_us", GRAPH: "host
 class Kind:
     """A kind of launch: how plots show it, how a trace does, and its figures in the device model.
 
-    runtime: the CUDA call. work, event: name and kind of what runs on the device, as a trace is read.
-    op, host: the operator around the call, and the figure of its time. figures: how the work's figures begin,
-    `floor`, its time over few bytes, and `rate`, its bytes a second beyond; "" for a graph.
+    runtime: the CUDA call. work, event: name and kind of its work in a trace. op, host: the operator around
+    it, and the figure of its time. figures: how the work's begin, `floor` and `rate`; "" for a graph.
     """
 
     label: str
