@@ -69,8 +69,8 @@ def split_results(notebook: dict[str, Any]) -> None:
     for result in notebook["results"]:
         value = result["value"]
         if isinstance(value, dict):
-            result["value"] = [{"for": name, "value": number} for name, number in value.items()]
-        if isinstance(value, list | dict):
+            value = result["value"] = [{"for": name, "value": number} for name, number in value.items()]
+        if isinstance(value, list) and all(isinstance(row, dict) for row in value):
             notebook["tables"].append(result)
         else:
             row = {"result": words(result["name"])}
