@@ -1,4 +1,4 @@
-"""Rules of the house that no single module can see: layout, layers, sizes, pins, no machine's names."""
+"""Rules of the house that no module sees alone: layout, layers, sizes, pins, READMEs, no machine's names."""
 
 import ast
 import graphlib
@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+READMES = ("README.md", "README.zh.md")
 TOP_LEVEL = {"README.md", "README.zh.md", "environment.yml", "pyproject.toml", "run_all.sh", "run_tests.sh"}
 TOP_LEVEL |= {".ci", ".gitignore", "lib", "notebooks", "data", "scripts", "benchmarks", "tests"}
 OUTER = {"profiles", "workbench"}  # the rest of lib, the core, imports nothing of them
@@ -136,3 +137,34 @@ def test_nothing_committed_names_a_machine():
         if b"\0" not in content:  # weights, archives
             found = [line for line in content.decode().splitlines() if home.search(line)]
             assert not found, f"{path.relative_to(ROOT)}: {found[0].strip()[:120]}"
+
+
+def test_figure_and_numbers_are_fresh_and_a_changed_number_is_stale(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    import update_readme
+
+    assert update_readme.stale() == []
+    for name in READMES:
+        text = (ROOT / name).read_text(encoding="utf-8")
+        (tmp_path / name).write_text(text.replace("**16**", "**17**"), encoding="utf-8")
+    monkeypatch.setattr(update_readme, "ROOT", tmp_path)
+    assert update_readme.stale() == list(READMES)
+
+
+@pytest.mark.parametrize("name", [*READMES, "notebooks/glossary.md", "data/README.md"])
+def test_local_links_lead_somewhere(name):
+    page = ROOT / name
+    prose = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.S)
+    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", prose)
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_both_languages_show_the_same_commands_and_sections():
+    english, chinese = ((ROOT / name).read_text(encoding="utf-8") for name in READMES)
+
+    def code(text):
+        blocks = re.findall(r"```(?:bash|python)\n(.*?)```", text, re.S)
+        return [re.sub(r"\s*#.*", "", line) for block in blocks for line in block.splitlines()]
+
+    assert code(english) == code(chinese)
+    assert len(re.findall(r"^## ", english, re.M)) == len(re.findall(r"^## ", chinese, re.M))

@@ -1,4 +1,4 @@
-"""watch: every copy of any code, with its line; nothing changed; what to paste."""
+"""watch: every copy of any code, with its line; nothing changed; what to paste. And the engines' table."""
 
 import random
 import re
@@ -6,12 +6,13 @@ import weakref
 from collections import Counter
 from types import SimpleNamespace
 
+import pandas as pd
 import pytest
 import torch
 
 from benchmarks.sglang import draft_fills, draft_lists, grouped_foreach
 from lib.copies import ReplayCopies, StaticInput
-from lib.engines import MAX_BATCH_SIZE, SIZES, engines
+from lib.engines import CSV, MAX_BATCH_SIZE, SIZES, engines, table
 from lib.launches import launches
 from lib.packed import PackedInputs
 from lib.watch import watch
@@ -255,3 +256,42 @@ def test_whatever_else_the_code_holds_is_left_alone():
         torch.vmap(lambda row: torch.empty_like(row).copy_(row))(torch.ones(3, 4))
     assert dead is not lazy and buffer.tolist() == [1] * 4
     assert [one.buffer for one in seen.sightings][:2] == ["buffer"] * 2
+
+
+TODAY = {  # launches of a step: padded no, yes; more above
+    "sglang-draft-0.5.13": (7, 14),
+    "sglang-draft-0.5.23": (2, 9),
+    "sglang-draft-extend-0.5.13": (9, 16),
+    "sglang-draft-extend-0.5.14": (3, 10),
+    "sglang-draft-extend-0.5.23": (2, 9),
+    "sglang-multi-layer-eagle-0.5.23": (1, 1),
+    "TGI": (9, 9),
+    "deepspeed-fastgen": (5, 5),
+}
+
+
+def test_the_table_has_every_engine_by_way():
+    """Launches of a step: what their sources say, and nothing here makes more than field by field."""
+    whole, padded = table(16, 16), table(13, 16)
+    assert list(whole.index) == list(padded.index) == list(engines())
+    assert {name: (whole.today[name], padded.today[name]) for name in TODAY} == TODAY
+    assert padded.fused["sglang-draft-0.5.23"] < padded.today["sglang-draft-0.5.23"]
+    for counts, batch_size in ((whole, 16), (padded, 13)):
+        assert counts[["fused", "PackedInputs"]].le(counts.ReplayCopies, axis=0).all(axis=None)
+        assert counts.PackedInputs["nano-vllm"] == 1 and counts.ReplayCopies["LightLLM"] == 2
+        for name, most in counts.max(axis=1).items():
+            step = engines()[name].step(batch_size, 16)
+            assert most <= len(step.fills) + len(step.pairs)
+            assert all(rest.storage_offset() for rest, _ in step.pads)
+
+
+@pytest.mark.parametrize("sizes", [(0, 4), (4, 3), (65, 65)])
+def test_batches_that_no_buffer_holds_are_refused(sizes):
+    with pytest.raises(ValueError, match=f"expected 1 to 64 requests, got {sizes[0]} of {sizes[1]}"):
+        engines()["nano-vllm"].calls(*sizes)
+
+
+def test_every_row_says_where_it_was_read():
+    rows = pd.read_csv(CSV)
+    assert rows[["checked", "place", "when"]].notna().all(axis=None)
+    assert not rows.duplicated(["engine", "field"]).any()
