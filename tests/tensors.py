@@ -138,8 +138,7 @@ def bytes_touched(t):
     return [address + byte for address in element_addresses(t) for byte in range(t.element_size())]
 
 
-def bytes_reached(t):
-    """From the first to the last, gaps included."""
+def bytes_reached(t):  # gaps included
     touched = bytes_touched(t)
     return range(min(touched), max(touched) + 1) if touched else touched
 
@@ -149,8 +148,8 @@ def must_refuse(dsts, srcs, bytes_of=bytes_touched):
     if len(dsts) != len(srcs) or any(d.shape != s.shape or d.device != s.device for d, s in zip(dsts, srcs)):
         return True
     touched, written = Counter(), set()
-    views = [(view_of(dst), view_of(src)) for dst, src in zip(dsts, srcs)]
-    for (dst_view, src_view), (dst, src) in dict(zip(views, zip(dsts, srcs))).items():  # each pair once
+    once = {(view_of(dst), view_of(src)): (dst, src) for dst, src in zip(dsts, srcs)}
+    for (dst_view, src_view), (dst, src) in once.items():
         written.update(bytes_of(dst))
         touched.update(bytes_of(dst))
         if src_view != dst_view:
@@ -167,15 +166,9 @@ def assert_copies_or_refuses(case, *copies, refuses=ValueError, must=False, sett
     """Every `copy(dsts, srcs)` leaves in memory what a loop of `copy_` does, bit by bit, gaps included.
 
     Where the pairs must be refused, or `must` says so, it raises one of `refuses` and leaves every byte as it
-    was. Memory is as before afterwards. `settle` evens out what may differ.
-    """
+    was. Memory is as before afterwards. `settle` evens out what may differ."""
     memory = storages(case[0] + case[1])
     before = snapshot(memory)
-
-    def restore():
-        for t, bits in zip(memory, before):
-            t.copy_(bits)
-
     must = must or must_refuse(*case)
     if not must:
         for dst, src in zip(*case):
@@ -183,7 +176,8 @@ def assert_copies_or_refuses(case, *copies, refuses=ValueError, must=False, sett
         settle(*case)
     looped = snapshot(memory)
     for copy in copies:
-        restore()
+        for t, bits in zip(memory, before):
+            t.copy_(bits)
         try:
             copy(*case)
         except refuses:
@@ -193,7 +187,8 @@ def assert_copies_or_refuses(case, *copies, refuses=ValueError, must=False, sett
         assert not must, "expected a refusal, nothing was raised"
         settle(*case)
         assert same(memory, looped), "differs from a loop of copy_"
-    restore()
+    for t, bits in zip(memory, before):
+        t.copy_(bits)
 
 
 class Watched(TorchDispatchMode):
