@@ -206,7 +206,9 @@ def by_hand(field, src, batch_size, padded_to):
         rows[: batch_size * field.rows] = src.movedim(field.dim, 0)
 
 
-a_step = st.tuples(st.sampled_from([1, 2, 3, 5, 7, 8]), st.sampled_from([1, 2, 4, 8]), st.sets(st.sampled_from(OPTIONAL)))
+a_step = st.tuples(
+    st.sampled_from([1, 2, 3, 5, 7, 8]), st.sampled_from([1, 2, 4, 8]), st.sets(st.sampled_from(OPTIONAL))
+)
 some_options = st.sampled_from([{}, {"pad_to": "buffer"}, {"pads_stay": True}, {"check": "full"}])
 
 

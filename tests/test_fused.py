@@ -17,13 +17,15 @@ INT8, INT32, INT64 = torch.int8, torch.int32, torch.int64
 
 
 def halfway(half):
-    """Numbers half-way between two neighbours of a dtype, its largest, infinities and NaN: random bits of
-    float32 hardly lead there."""
+    """Where random bits hardly lead: numbers half-way between two neighbours of a dtype, or a little more, as
+    float32 cannot tell; the largest, infinities, the NaN of all bits."""
     largest = torch.tensor(torch.finfo(half).max, dtype=half)
     bits = torch.arange(largest.view(torch.int16), 0, -397, dtype=torch.int16)  # of both parities
     number, next_lower = bits.view(half).double(), (bits - 1).view(half).double()
     beyond = number + (number - next_lower) / 2
-    return torch.cat([beyond, -beyond, torch.tensor([largest, torch.inf, -torch.inf, torch.nan])])
+    more = torch.nextafter(beyond, beyond + 1)
+    ends = torch.tensor([largest, torch.inf, -torch.inf])
+    return torch.cat([beyond, -beyond, more, -more, ends, torch.tensor([-1]).view(torch.float64)])
 
 
 def fused_copies(*case):
