@@ -1,6 +1,7 @@
 """What only a GPU can show. On one: `python -m pytest -m cuda`."""
 
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -60,26 +61,10 @@ def test_graphs_replay_what_per_copy_and_eager_compute(table, layout):
     assert_counted_as_predicted(calls)
 
 
-def on_device(tensors, moved):
-    """The same tensors, strides, sharing and lazy bits included, over storages moved to the GPU."""
-    there = []
-    for t in tensors:
-        key = t.untyped_storage().data_ptr()
-        if key not in moved:
-            moved[key] = torch.empty(0, dtype=torch.uint8).set_(t.untyped_storage()).to(DEVICE)
-        one = torch.empty(0, dtype=t.dtype, device=DEVICE)
-        one = one.set_(moved[key].untyped_storage(), t.storage_offset(), t.shape, t.stride())
-        one = one.conj() if t.is_conj() else one
-        there.append(torch._neg_view(one) if t.is_neg() else one)
-    return there
-
-
-@given(st.sampled_from([INTEGERS, FLOATS]).flatmap(lambda dtypes: pairs(dtypes, mutations=FIT)))
+@given(st.sampled_from([INTEGERS, FLOATS]).flatmap(partial(pairs, mutations=FIT, device=DEVICE)))
 @properties(300)
 def test_strategies_leave_on_the_device_the_bits_of_a_loop_of_copy(case):
     """Any strides and sharing, gaps included; where a float is converted a NaN may have another payload."""
-    moved = {}
-    case = [on_device(side, moved) for side in case]
     ways = [way for name, way in STRATEGIES.items() if name != "uint8_view"]
     copies = [lambda dsts, srcs, way=way: run(way(Step.of(dsts, srcs))) for way in ways]
     assert_copies_or_refuses(case, *copies, settle=one_nan)

@@ -6,30 +6,41 @@ import pytest
 import torch
 
 from lib import fused
-from lib.fused import BLOCK, MAX_PAIRS, FusedLaunch, describe
-from tests.tensors import DTYPES, one_nan, random_values, same, without_denormals
+from lib.copies import run
+from lib.fused import BLOCK, FusedLaunch, describe
+from lib.strategies import STRATEGIES, Step
+from tests.tensors import DTYPES, assert_copies_or_refuses, one_nan, random_values, same, without_denormals
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device")
 INT8, INT32, INT64 = torch.int8, torch.int32, torch.int64
 
 
+def halfway(half):
+    """Where random bits hardly lead: numbers half-way between two neighbours of a dtype, or a little more, as
+    float32 cannot tell; the largest, infinities, the NaN of all bits."""
+    largest = torch.tensor(torch.finfo(half).max, dtype=half)
+    bits = torch.arange(largest.view(torch.int16), 0, -397, dtype=torch.int16)  # of both parities
+    number, next_lower = bits.view(half).double(), (bits - 1).view(half).double()
+    beyond = number + (number - next_lower) / 2
+    more = torch.nextafter(beyond, beyond + 1)
+    ends = torch.tensor([largest, torch.inf, -torch.inf])
+    return torch.cat([beyond, -beyond, more, -more, ends, torch.tensor([-1]).view(torch.float64)])
+
+
+def fused_copies(*case):
+    run(STRATEGIES["fused"](Step.of(*case)))
+
+
 @needs_triton
-@pytest.mark.filterwarnings("ignore:.*in cast", "ignore:ComplexHalf")
-@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if not dtype.is_complex and dtype.itemsize > 1])
+@pytest.mark.filterwarnings("ignore:.*in cast", "ignore:Casting complex", "ignore:ComplexHalf")
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_any_bits_of_a_dtype_convert_as_copy_does(dtype):
-    source = random_values((700, 3), dtype, 0)
-    without_denormals([source])
-    for src in (source, source[:, 1]):
-        dsts = [torch.zeros(src.shape, dtype=other) for other in DTYPES]
-        dsts = [dst for dst in dsts if describe(dst, src) is not None]
-        assert len(dsts) >= 3
-        srcs = [src] * len(dsts)
-        FusedLaunch(dsts, srcs)(srcs)
-        expected = [torch.zeros_like(dst).copy_(src) for dst in dsts]
-        one_nan(dsts + expected, srcs + srcs)
-        for dst, right in zip(dsts, expected):
-            assert torch.equal(dst.view(torch.uint8), right.view(torch.uint8)), dst.dtype
+    ties = [halfway(half).to(dtype) for half in (torch.bfloat16, torch.float16)]
+    src = torch.cat([random_values((300,), dtype, 0), *ties])
+    without_denormals([src])
+    dsts = [torch.zeros(src.shape, dtype=other) for other in DTYPES]
+    assert_copies_or_refuses((dsts, [src] * len(dsts)), fused_copies, settle=one_nan)
 
 
 @needs_triton
@@ -39,33 +50,46 @@ def test_lengths_around_16_bytes_and_around_a_block_aligned_and_not_and_four_str
     for dtype in (INT8, torch.float16, INT64):
         width = dtype.itemsize
         for nbytes in (width, 8, 16 - width, 16, 16 + width, BLOCK - width, BLOCK, BLOCK + 16 + width):
+            numel = max(1, nbytes // width)
             for offset in (0, 1):
-                numel = max(1, nbytes // width)
-                source = random_values((numel + offset,), dtype, nbytes).to(device)
-                dsts.append(torch.zeros(numel + 2, dtype=dtype, device=device)[offset:][:numel])
-                srcs.append(source[offset:])
-    wide = random_values((7, 6, 5, 8), INT32, 0).to(device)
-    dsts.append(torch.zeros(5, 7, 6, 4, device=device, dtype=INT64))
-    srcs.append(wide[..., ::2].permute(2, 0, 1, 3))
-    for start in range(0, len(dsts), MAX_PAIRS):
-        chunk = slice(start, start + MAX_PAIRS)
-        FusedLaunch(dsts[chunk], srcs[chunk])(srcs[chunk])
-    for dst, src in zip(dsts, srcs):
-        assert torch.equal(dst.view(INT8), src.to(dst.dtype).contiguous().view(INT8))
-        around = torch.empty(0, dtype=dst.dtype, device=device).set_(dst.untyped_storage())
-        around[dst.storage_offset() : dst.storage_offset() + dst.numel()] = 0
-        assert around.eq(0).all()  # nothing else was written
+                rows = random_values((2, 2 * BLOCK // width), dtype, nbytes, device)
+                dst, src = rows[:, offset : offset + numel]
+                dsts.append(dst)
+                srcs.append(src)
+    dsts.append(random_values((5, 7, 6, 4), INT64, 0, device))
+    srcs.append(random_values((7, 6, 5, 8), INT32, 0, device)[..., ::2].permute(2, 0, 1, 3))
+    assert_copies_or_refuses((dsts, srcs), fused_copies)
 
 
-ONE = torch.ones(4)
-COMPLEX = ONE.to(torch.complex64)
-FIVE = torch.ones(2, 2, 2, 2, 2)
-REFUSED = [
+ONE, MATRIX, I64 = torch.ones(4), torch.ones(2, 8), torch.ones(8, dtype=INT64)
+COMPLEX, FP8, FIVE = ONE.to(torch.complex64), ONE.to(torch.float8_e5m2), torch.ones(2, 2, 2, 2, 2)
+BOTH = [  # what both take, the fused strategy and SGLang's `try_small_copy` (0.5.23)
+    (I64.int(), I64),
+    (I64, I64.int()),
+    (torch.zeros(8_192), torch.ones(8_192)),
+    (torch.ones(3, 9)[:, :4], torch.ones(3, 4)),  # rows of a wider buffer
+    (MATRIX[:, ::2], torch.ones(4, 2).t()),  # a source may lie as it likes
+    (MATRIX[:, 1], torch.ones(1).expand(2)),
+    (ONE, torch.empty(4, device="meta")),  # a source to come
+]
+FUSED_ALONE = [
+    (torch.zeros(8_193), torch.ones(8_193)),
+    (MATRIX.t(), torch.ones(8, 2)),
+    (torch.tensor(1), torch.tensor(2)),
+    (MATRIX.view(2, 2, 4), torch.ones(2, 2, 4)),
+    (MATRIX, torch.ones(2, 8, requires_grad=True)),
+    (I64.int(), I64.short()),
+    (ONE.bfloat16(), ONE),
+    (ONE.double(), ONE.bool()),
+    (FP8, FP8.clone()),
+    (COMPLEX.clone(), COMPLEX),
+]
+NEITHER = [
     (ONE[:0], ONE[:0]),
     (ONE.long(), ONE),  # a float to an integer
     (ONE.bool(), ONE.byte()),
     (ONE, COMPLEX),
-    (ONE.to(torch.float8_e4m3fn), ONE),
+    (FP8, ONE),
     (COMPLEX, COMPLEX.conj()),
     (ONE, torch._neg_view(ONE)),
     (torch.empty(4, device="meta"), ONE),  # from the host
@@ -74,41 +98,33 @@ REFUSED = [
     (ONE, ONE[:2]),
     (torch.empty(2**31, dtype=INT8, device="meta"),) * 2,
 ]
-TAKEN = [
-    (ONE.int(), ONE.long()),
-    (ONE.bfloat16(), ONE),
-    (ONE.double(), ONE.bool()),
-    (ONE.to(torch.float8_e5m2), ONE.to(torch.float8_e5m2)),
-    (COMPLEX.clone(), COMPLEX),
-    (ONE.clone(), torch.ones(1).expand(4)),
-    (torch.ones(3, 9)[:, :4], torch.ones(3, 4)),  # rows of a wider buffer
-    (torch.tensor(1), torch.tensor(2)),
-    (ONE, torch.empty(4, device="meta")),  # a source to come
-]
 
 
 def test_what_is_taken_and_what_is_left_to_copy():
-    assert all(describe(*pair) is not None for pair in TAKEN)
-    for dst, src in REFUSED:
+    """A pair that SGLang's kernel does not take sends all small ones to groups."""
+    for pair in BOTH + FUSED_ALONE:
+        assert describe(*pair) is not None, pair
+    for dst, src in NEITHER:
         assert describe(dst, src) is None, (dst, src)
         with pytest.raises(ValueError, match="pair 1: expected one that `describe` takes"):
             FusedLaunch([ONE.clone(), dst], [ONE, src])
+    for pairs, is_taken in ((BOTH, True), (FUSED_ALONE + NEITHER, False)):
+        for pair in pairs:
+            calls = STRATEGIES["small_copy"](Step({"seq_lens": (I64, I64 + 1), "other": pair}))
+            assert ([call.op for call in calls] == ["fused"]) == is_taken, pair
 
 
 @needs_triton
 def test_a_launch_for_sources_to_come_serves_every_step_wherever_its_destinations_move():
-    memory, pad = torch.zeros(2), torch.ones(2, requires_grad=True)
-    dsts = [torch.zeros(5, dtype=INT64), torch.zeros(3, 9, dtype=INT32)[:, :4], memory[1:]]
-    stand_ins = [torch.empty(dst.shape, dtype=INT64, device="meta") for dst in dsts[:2]]
-    launch = FusedLaunch(dsts, [*stand_ins, pad[1:]])
-    for step in range(3):
-        srcs = [torch.full((5,), step), torch.full((3, 4), 2 * step), pad[1:]]
-        memory.zero_()
+    dsts, pad = [torch.zeros(3, 9, dtype=INT32)[:, :4], torch.zeros(2)], torch.ones(2, requires_grad=True)
+    launch = FusedLaunch(dsts, [torch.empty(3, 4, dtype=INT64, device="meta"), pad])
+    for step in range(1, 4):
+        srcs = [torch.full((3, 4), step), pad]
         assert launch.fits(srcs)
         launch(srcs)
-        assert same(dsts, [srcs[0], srcs[1].int(), pad[1:]]) and memory[0] == 0
-        assert not memory.requires_grad
-        memory.share_memory_()
+        assert same(dsts, [srcs[0].int(), pad]) and not dsts[1].requires_grad
+        for dst in dsts:
+            dst.zero_().share_memory_()
     srcs[0].untyped_storage().resize_(0)
     with pytest.raises(ValueError, match="source 0: expected memory of its own"):
         launch(srcs)

@@ -82,45 +82,16 @@ def test_what_is_large_alone_or_empty():
     assert group.op == "foreach"
 
 
-I64, F32 = torch.zeros(8, dtype=torch.int64), torch.zeros(2, 8)
-
-
-@pytest.mark.parametrize(
-    ("dst", "src", "taken"),
-    [
-        (F32, F32 + 1, True),
-        (I64.int(), I64 + 1, True),
-        (I64.clone(), I64.int() + 1, True),
-        (F32[:, ::2], torch.ones(2, 4), True),  # rows one after the other
-        (F32[:, :3], torch.ones(3, 2).t(), True),  # a source may lie as it likes
-        (F32[:, 1], torch.ones(1).expand(2), True),
-        (torch.zeros(8_192), torch.ones(8_192), True),
-        (torch.zeros(8_193), torch.ones(8_193), False),
-        (F32.t(), torch.ones(8, 2), False),  # a destination may not
-        (F32[0, 0], torch.ones(()), False),
-        (F32.view(2, 2, 4), torch.ones(2, 2, 4), False),
-        (F32.double(), F32 + 1, False),
-        (I64.int(), I64.short(), False),
-        (F32, torch._neg_view(F32 + 1), False),
-        (F32, (F32 + 1).requires_grad_(), False),
-        (F32.to(torch.complex64), torch.ones(2, 8, dtype=torch.complex64), False),
-        (I64.to(torch.uint16), torch.ones(8, dtype=torch.uint16), False),
-    ],
-)
-def test_small_copy_takes_all_pairs_or_groups_them(dst, src, taken):
-    """The rules of `try_small_copy`, SGLang 0.5.23: one pair that it does not take sends all to groups."""
-    made = launches(STRATEGIES["small_copy"](Step.of([I64, dst], [I64 + 1, src])))
-    assert [launch.kind == "fused" for launch in made] == ([True] if taken else [False] * len(made))
-    alone = launches(STRATEGIES["small_copy"](Step.of([dst], [src])))
-    assert not any(launch.kind == "fused" for launch in alone)  # from two pairs on
-
-
 def test_one_kernel_takes_32_pairs_and_small_copy_any_number():
     step = Step.of([torch.zeros(3) for _ in range(40)], [torch.ones(3)] * 40)
-    for name, numbers in (("small_copy", [40]), ("fused", [32, 8])):
-        assert [(call.op, len(call.dsts)) for call in STRATEGIES[name](step)] == [
-            ("fused", n) for n in numbers
-        ]
+    one = Step.of([torch.zeros(3)], [torch.ones(3)])
+    for name, of, expected in (
+        ("small_copy", step, [("fused", 40)]),
+        ("fused", step, [("fused", 32), ("fused", 8)]),
+        ("small_copy", one, [("foreach", 1)]),  # from two pairs on
+        ("fused", one, [("fused", 1)]),
+    ):
+        assert [(call.op, len(call.dsts)) for call in STRATEGIES[name](of)] == expected
 
 
 def test_property_tests_meet_what_they_are_for():
