@@ -4,8 +4,6 @@ A loop of `copy_` would broadcast, wait for another device, write half of the pa
 on its order. `check_pairs` refuses all of that beforehand and names the pair.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 
@@ -147,7 +145,7 @@ def byte_ranges(tensor: Tensor, most: int = 64) -> list:
 
 def extent(tensor: Tensor) -> int:
     """How many elements from its first to its last."""
-    last = 0
+    count = 1
     for size, stride in zip(tensor.shape, tensor.stride()):
-        last += (size - 1) * stride
-    return last + 1
+        count += (size - 1) * stride
+    return count

@@ -42,7 +42,8 @@ class Call(NamedTuple):
 
 def run(calls: Iterable[Call | tuple]) -> None:
     """Make the calls, in order. Autograd does not see them: static buffers belong to no step's graph."""
-    with torch._C._AutoDispatchBelowAutograd():
+    guard = torch.no_grad if torch.compiler.is_dynamo_compiling() else torch._C._AutoDispatchBelowAutograd
+    with guard():
         for op, dsts, srcs, value, kept in calls:
             if op == "foreach":
                 torch._foreach_copy_(dsts, srcs)

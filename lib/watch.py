@@ -10,9 +10,8 @@ assignments to slices and elements, and `to()` where it makes a new tensor. Not 
 other operators (`cat`, `index_put_`, `out=`), sparse and nested tensors. Tensors on the CPU and on `meta`
 count as device memory; a CPU tensor copied to another device is the host's.
 
-The code computes what it computes without, 0.1 ms later a destination (1 to 2 on a busy machine, more if
-variables hold thousands of attributes). Kept are shapes, strides and host sources; before Python 3.13, what a
-function deletes may live until it returns.
+The code computes what it computes without, 0.1 ms later a destination (more if busy, or if variables hold
+thousands of attributes). Before Python 3.13, what a function deletes may live until it returns.
 """
 
 import linecache
@@ -48,7 +47,8 @@ SOURCE = {  # operator -> which argument its source is
 class Sighting(NamedTuple):
     """A destination of a call, on stand-ins, and where (file, line, code). origin: its source, or what that
     was uploaded or converted from. place: its memory. buffer, shape: expression, or "", and shape of the
-    tensor that it is a part of. rows: how many of that's first rows an equal source fills; else 0."""
+    tensor that it is a part of. first: whether it starts where that does. rows: how many of that's first rows
+    an equal source fills; else 0."""
 
     call: Call
     dst: Tensor
@@ -57,6 +57,7 @@ class Sighting(NamedTuple):
     place: tuple
     buffer: str
     shape: tuple
+    first: bool
     rows: int
 
 
@@ -97,7 +98,9 @@ class watch(TorchDispatchMode):
         those that most have. A comment names what stays as it is: buffers written in parts, in columns, not
         from the start, or in rows that are no multiple of the others'.
         """
-        pads, copied, unlike = {}, {}, set()
+        pads = {}
+        copied = {}
+        unlike = set()
         for one in self.sightings:
             if one.call.op == "fill_":
                 pads[one.buffer] = one.call.value
@@ -106,12 +109,15 @@ class watch(TorchDispatchMode):
                 if one.place != first.place:
                     unlike.add(one.buffer)
         requests = min(multimode(one.rows for one in copied.values() if one.rows), default=1)
-        static, packed, others = {}, {}, []
+        static = {}
+        packed = {}
+        others = []
         pairs = []
         replaced = set()
         for buffer, one in copied.items():
             rows, rest = divmod(one.rows, requests)
-            if buffer in unlike or (one.origin.is_meta and (rest or not rows)):
+            no_rows = one.origin.is_meta and (rest or not rows)
+            if no_rows or not one.first or buffer in unlike:
                 others.append(buffer)
                 continue
             replaced |= {buffer, id(one.origin)}
@@ -150,6 +156,8 @@ class watch(TorchDispatchMode):
             call = asked_for(func.overloadpacket, args, result)
             if call:
                 self.note(call)
+            if call and SOURCE.get(func.overloadpacket) == 0:
+                self.origins[result] = self.sightings[-1].origin
         return result
 
     def note(self, call: Call) -> None:
@@ -170,14 +178,13 @@ class watch(TorchDispatchMode):
                 kept.srcs.append(like_src)
             origin = self.origins.get(src, like_src)
             buffer, whole = self.holder(dst, frame)
-            if not buffer:
-                self.origins[dst] = origin
+            first = place(dst)[:2] == place(whole)[:2]
             rows = 0
             is_alike = dst.shape == src.shape and 0 < dst.dim() == whole.dim()
             if is_alike and place(dst) == place(whole[: len(dst)]):
                 rows = len(dst)
             shape = tuple(whole.shape)
-            one = Sighting(kept, like, origin, where, place(dst), buffer, shape, rows)
+            one = Sighting(kept, like, origin, where, place(dst), buffer, shape, first, rows)
             noted.append(one)
         self.calls.append(kept)
         self.sightings += noted

@@ -275,6 +275,13 @@ def test_what_fits_nothing_is_refused_by_name():
             EagleConfig.tiny(**{name: wrong})
 
 
+def test_a_field_that_does_not_come_is_none_of_a_placed_batch():
+    config = EagleConfig.tiny(rare_fields=True)
+    runner, batch = WAYS["copy_in_graph"].runner("draft", config), DraftBatch.random(config, 3)
+    assert runner.place(batch).rids_int is not None
+    assert runner.place(replace(batch, rids_int=None)).rids_int is None
+
+
 @pytest.mark.parametrize("name", ways_for())
 def test_autograd_and_inference_mode_leave_the_static_buffers_alone(name):
     """With requires_grad on a buffer later batches would be refused, or a graph would grow step by step."""

@@ -147,6 +147,20 @@ def test_findings_say_what_a_trace_shows(name, sentence):
     assert any(sentence in line for line in told), told
 
 
+def test_one_dtype_pair_is_no_mixture_whatever_was_not_recorded(tmp_path):
+    shapes = {"Input Dims": [[4], [4]], "Input type": ["float", "float"]}
+    events = [span("cpu_op", "aten::_foreach_copy_", 0, 40)]
+    for i in range(4):
+        events.append(span("cpu_op", "aten::copy_", 10 * i, 8, **shapes if i % 2 else {}))
+        events += [call(i + 1, 10 * i + 1), memcpy(i + 1, 50 + 2 * i)]
+    trace = table_of(tmp_path, events)
+    bursts = find_copy_bursts(trace)
+    told = " ".join(findings(trace, bursts))
+    assert "already one foreach call, on the slow route: 1 times, 40 µs" in told
+    shuffled = trace.sample(frac=1, random_state=0)
+    pd.testing.assert_frame_equal(find_copy_bursts(shuffled), bursts)
+
+
 def test_findings_hold_nothing_that_a_terminal_obeys(tmp_path):
     gpus = [{"name": "\x1b]0;GPU\u202e"}]
     trace = table_of(tmp_path, [span("a\x07b", "x", 0, 1), memcpy(1, 5)], deviceProperties=gpus)

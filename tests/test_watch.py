@@ -198,7 +198,8 @@ def test_what_is_no_field_is_left_as_it_is_and_said():
     ids, other = torch.zeros(8), {"ids": torch.zeros(8)}
     one = SimpleNamespace(head=ids[:4], ids=ids)
     parts, lens, columns, block = torch.zeros(8), torch.zeros(9), torch.zeros(8, 4), torch.zeros(16)
-    sixes, spread = torch.zeros(9), torch.zeros(8)
+    sixes, spread, middle = torch.zeros(9), torch.zeros(8), torch.zeros(8, 4, device="meta")
+    anonymous, summed = [torch.zeros(4, device="meta")], torch.zeros(4, device="meta")
     views = SimpleNamespace(raw=block.view(torch.uint8), first=block[:8], second=block[8:])
     four = torch.arange(4.0)
     with watch() as seen:
@@ -213,9 +214,12 @@ def test_what_is_no_field_is_left_as_it_is_and_said():
             row[:4].copy_(four)
         torch.zeros(4)[:2].copy_(torch.ones(2))
         torch.zeros(4).fill_(1)
+        middle[:4, 1:3].copy_(torch.ones(4, 2))  # from the host, but PackedInputs would fill all four columns
+        anonymous[0].copy_(four)
+        summed.copy_(anonymous[0].add_(1))  # no upload, whatever was there before
     lines = seen.suggest().lines
-    assert lines.splitlines()[0].partition(": ")[2] == "parts, lens, columns, sixes, spread, row"
-    assert re.findall(r'"(\w+)": StaticInput', lines) == ["ids", "other_ids", "first", "second"]
+    assert lines.splitlines()[0].partition(": ")[2] == "parts, lens, columns, sixes, spread, row, middle"
+    assert re.findall(r'"(\w+)": StaticInput', lines) == ["ids", "other_ids", "first", "second", "summed"]
 
 
 def test_the_report_says_how_often_what_hinders_and_what_helps():

@@ -5,8 +5,6 @@ field is a row. One departure: where the width of hidden_states differs (EAGLE-3
 and the rows of an earlier step stay; here that is an error.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, make_dataclass, replace
 from functools import partial
 from typing import Self
@@ -48,7 +46,7 @@ Rare = partial(Optional, rare=True)
 October = partial(Rare, october=True)
 
 
-def tables(config: EagleConfig) -> dict[str, tuple[Field, ...]]:
+def tables(config: "EagleConfig") -> dict[str, tuple[Field, ...]]:
     """Mid June 2026, sglang pull request 28465, then what 0.5.23 (October 2026) has beyond, without the two
     fills of data parallelism, which no batch brings."""
     k, s, w = config.topk, config.num_steps, config.num_draft_tokens
@@ -139,12 +137,12 @@ class EagleConfig:
                 raise ValueError(f"{name}: expected {expected}, got {getattr(self, name)!r}")
 
     @classmethod
-    def tiny(cls, **overrides) -> EagleConfig:
+    def tiny(cls, **overrides) -> Self:
         """The trained models of data/models: width 128, bytes as tokens, trees of 16, bfloat16."""
         return cls.preset("tiny", **overrides)
 
     @classmethod
-    def preset(cls, name: str, **overrides) -> EagleConfig:
+    def preset(cls, name: str, **overrides) -> Self:
         """A named size; any field can be overridden. Raises ValueError for an unknown name."""
         if name not in PRESETS:
             raise ValueError(f"preset: expected one of {list(PRESETS)}, got {name!r}")

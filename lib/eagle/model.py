@@ -5,16 +5,13 @@ embedding and LM head are the target's. Position p of the head combines token p+
 hidden state) of position p and predicts the feature of p+1, hence the token p+2.
 
 In shapes: B rows of T tokens, H hidden size, V vocabulary; bs requests, k top-k, s steps, w draft tokens.
-What has no type is a tensor, or `attention`: how a layer reaches keys and values, a function of (layer, q, k,
-v), all (B, heads, T, head_dim), that returns mixed values.
+What has no type is a tensor, or `attention`: of (layer, q, k, v), (B, heads, T, head_dim) each, mixed values.
 """
-
-from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -165,7 +162,7 @@ class DraftModel:
     req_to_token: Tensor  # of `EagleConfig.request_table`
 
     @classmethod
-    def random(cls, config: EagleConfig, device: Device = "cpu", seed: int = 0) -> DraftModel:
+    def random(cls, config: EagleConfig, device: Device = "cpu", seed: int = 0) -> Self:
         """Seeded random weights, every pool slot in use: a wrongly copied field changes the output."""
         with torch.random.fork_rng(), torch.device(device):
             torch.manual_seed(seed)
@@ -295,7 +292,7 @@ def load_trained(config: EagleConfig, device: Device = "cpu"):
     return models["target"].to(device), models["head"].to(device)
 
 
-def load_prompts() -> list[list[int]]:
+def load_prompts() -> list[list]:
     """The held-out prompts of data/models: starts of lines, cut at ragged lengths, as bytes."""
     text = (TRAINED / "prompts.txt").read_bytes()
     return [list(b"\n" + line) for line in text.splitlines()]

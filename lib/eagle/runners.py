@@ -1,8 +1,7 @@
 """The two graph runners: pad to a captured batch size, copy the step's inputs into static buffers, replay.
 
-They follow SGLang's `EAGLEDraftCudaGraphRunner` and `EAGLEDraftExtendCudaGraphRunner`; what differs between
-them is their field table (lib/eagle/fields.py) and the forward pass they capture. How inputs are copied is
-the runner's `strategy` (lib/strategies.py).
+They follow SGLang's `EAGLEDraftCudaGraphRunner` and `EAGLEDraftExtendCudaGraphRunner`, and differ in field
+table (lib/eagle/fields.py) and forward pass. `strategy` says how inputs are copied (lib/strategies.py).
 """
 
 from __future__ import annotations
@@ -193,8 +192,8 @@ class GraphRunner:
 
     @torch.no_grad()
     def inputs(self, batch_size: int) -> Batch:
-        """A batch to write in place: views of where the graph's sources lie, holding padding. Valid until the
-        next such call, or `copy_inputs` of another batch; its own makes no call but one_allocation's."""
+        """A batch to write in place: views of where the graph's sources lie, full of padding if they have it.
+        Valid until the next such call or `copy_inputs` of another; its own makes one_allocation's call."""
         producer = self.producer(self.padded_batch_size(batch_size))
         batch = self.batch_class()
         for name, buffer in producer.outputs.items():
@@ -214,7 +213,9 @@ class GraphRunner:
         placed = self.inputs(batch_size)
         for name, rows in placed.tensors().items():
             source = getattr(batch, name)
-            if source is not None:
+            if source is None:
+                setattr(placed, name, None)
+            else:
                 rows.copy_(source)
         return placed
 

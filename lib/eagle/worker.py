@@ -163,11 +163,8 @@ class EagleWorker:
         return done
 
     def _run_target(self, tokens, positions, write_slots, read_slots, mask):
-        """Predictions (B, T) and features (B, T, H)."""
         attention = PoolAttention(self.target_kv, write_slots, read_slots, mask)
-        features = self.target(tokens, positions, attention)
-        logits = self.target.lm_head(features)
-        return logits.argmax(2), features
+        return self.target(tokens, positions, attention)
 
     def _prefill(self, request):
         """Target, then head, over the whole prompt; the head reads tokens shifted by one."""
@@ -176,8 +173,9 @@ class EagleWorker:
         tokens = torch.tensor([request.prompt], device=self.device)
         positions = torch.arange(length, device=self.device)[None]
         mask = positions.unsqueeze(2) >= positions
-        predictions, features = self._run_target(tokens, positions, slots, slots, mask)
-        first = predictions[:, -1:]
+        features = self._run_target(tokens, positions, slots, slots, mask)
+        logits = self.target.lm_head(features[:, -1:])
+        first = logits.argmax(2)
         tokens = torch.cat((tokens[:, 1:], first), dim=1)
         hidden = self.model.features(tokens, features, positions, slots, slots, mask)
         hidden = hidden[:, -1]
@@ -253,7 +251,9 @@ class EagleWorker:
         read_slots = torch.cat((prefix, node_slots), dim=1)
         mask = torch.cat((seen, self.tree.mask), dim=2)
         positions = lens + self.tree.mask.sum(2) - 1
-        return self._run_target(self.tree.tokens, positions, node_slots, read_slots, mask)
+        features = self._run_target(self.tree.tokens, positions, node_slots, read_slots, mask)
+        logits = self.target.lm_head(features)
+        return logits.argmax(2), features
 
     def _retire(self):
         """Let finished requests leave the running batch."""

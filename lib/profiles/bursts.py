@@ -36,10 +36,8 @@ OF_BURST = {  # what `find_copy_bursts` takes together, and how
 
 
 def burst_copies(trace: pd.DataFrame, min_copies: int = 4, kinds: Sequence[str] = COPIES) -> pd.DataFrame:
-    """The copies of every burst, one row each, with the host call that launched it.
-
-    A burst is a run of at least `min_copies` events of `kinds` (of DEVICE_KINDS) on one stream, in the order
-    of their starts, with no other device event between them on that stream.
+    """The copies of every burst, one row each, with the host call that launched it: runs of at least
+    `min_copies` events of `kinds` (of DEVICE_KINDS) on one stream, with no other device event between.
 
     Returns the trace's columns and index (of a copy kernel the bytes are those of its aten::copy_), burst
     (0, 1, ... by first start), end_us, ready_us (when the stream had finished all before; NaN for its first
@@ -49,7 +47,8 @@ def burst_copies(trace: pd.DataFrame, min_copies: int = 4, kinds: Sequence[str] 
     operator or annotation around it (op_us is NaN for an annotation, which holds more than the copy) and of a
     `_foreach_copy_` around that.
     """
-    device = trace[trace.kind.isin(DEVICE_KINDS)].eval("end_us = start_us + dur_us")
+    device = trace[trace.kind.isin(DEVICE_KINDS)].sort_values("start_us", kind="stable")
+    device = device.eval("end_us = start_us + dur_us")
     device["gpu"] = device.track.str.extract(r"^(gpu \d+ )", expand=False).fillna("")
     ends = device[["gpu", "end_us"]].sort_values("end_us")
     ended = pd.merge_asof(device[["gpu", "start_us"]], ends, left_on="start_us", right_on="end_us", by="gpu")
@@ -170,12 +169,14 @@ def findings(trace: pd.DataFrame, bursts: pd.DataFrame, device: str = "") -> lis
     is_alone = work.eval("fused and foreach_us.isna() or name.str.contains('small_copy|fused_copy')")
     if is_alone.any():
         told.append(f"{is_alone.sum()} kernels copy several tensors each: those are grouped already")
-    work["pairs"] = work.op_inputs.where(work.op != FOREACH, "")
-    calls = work.groupby("foreach_start_us").agg({"op": "last", "pairs": frozenset, "foreach_us": "first"})
-    for (op, pairs), host_us in calls.groupby(["op", "pairs"], sort=False).foreach_us:
-        route = "fused" if op == FOREACH else "on the slow route"
-        if len(pairs) > 1:
-            route += f" because dtypes mix ({', '.join(sorted(pairs))})"
+    work["slow"] = work.op != FOREACH
+    work["pairs"] = work.op_inputs.where(work.slow, "")
+    calls = work.groupby("foreach_start_us").agg({"slow": "any", "pairs": frozenset, "foreach_us": "first"})
+    for (slow, pairs), host_us in calls.groupby(["slow", "pairs"], sort=False).foreach_us:
+        route = "on the slow route" if slow else "fused"
+        mixed = sorted(pairs - {""})  # of a copy whose shapes were not recorded
+        if len(mixed) > 1:
+            route += f" because dtypes mix ({', '.join(mixed)})"
         took = f"{len(host_us)} times, {host_us.median():.0f} µs of host each"
         told.append(f"already one foreach call, {route}: {took}")
     uploads = work.query("kind == 'memcpy_htod'")

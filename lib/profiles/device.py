@@ -5,11 +5,10 @@ start one launch latency after its runtime call began, and one gap after the str
 it then takes a floor plus its bytes at a rate. No more is modelled: no caches, no contention, no Python.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Self
 
 import msgspec
 import numpy as np
@@ -37,7 +36,7 @@ class Figure:
     source: str
 
     @classmethod
-    def of(cls, low: float, value: float, high: float, source: str) -> Figure:
+    def of(cls, low: float, value: float, high: float, source: str) -> Self:
         """Of four digits; a value outside its range widens it."""
         low, value, high = (float(f"{number:.4g}") for number in (low, value, high))
         return cls(value, min(low, value), max(high, value), source)
@@ -82,7 +81,7 @@ class DeviceProfile:
         """The figures that the trace could not tell, each of which is an assumption with its range."""
         return tuple(name for name, figure in self.figures.items() if figure.source.startswith("assumed"))
 
-    def at(self, end: str) -> DeviceProfile:
+    def at(self, end: str) -> Self:
         """At one of ENDS of every figure but the runtime calls inside operators."""
         figures = dict(self.figures)
         for name in figures.keys() - {"host_memcpy_us", "host_launch_us"}:
@@ -111,7 +110,7 @@ class DeviceProfile:
         return sorted(path.stem for path in DEVICES.glob("*.json"))
 
     @classmethod
-    def load(cls, name: str | Path) -> DeviceProfile:
+    def load(cls, name: str | Path) -> Self:
         """A profile of data/devices/ by name, or any by path."""
         path = DEVICES / f"{name}.json"
         if not path.is_file():

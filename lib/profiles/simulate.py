@@ -122,15 +122,13 @@ RESULT = """
 def what_if_grouped(bursts: pd.DataFrame, profile: DeviceProfile, groups: int = 3) -> pd.DataFrame:
     """What bursts of `find_copy_bursts` would take with their small copies grouped, by lib/launches.py.
 
-    Copies below DEFAULT_DMA_BYTES go into `groups` foreach calls (the number of dtype pairs, which few
-    traces tell); larger ones, those of unknown size and foreach kernels stay. A copy kernel counts as a pair
-    that the fused kernel can take.
+    Copies below DEFAULT_DMA_BYTES, copy kernels among them, go into `groups` foreach calls (the number of
+    dtype pairs, which few traces tell); larger ones, those of unknown size and foreach kernels stay.
 
     Where the burst is host-bound, the operators around its small copies (runtime calls, where no operator was
     recorded) are replaced by those of the groups; at the fast end of the range the time between them goes,
-    too. Else the device counts: floors and gaps, in proportion to the model's time for today's copies. Never
-    saved is more than the idle time, less that in which the stream waited for another one, and what the
-    launches that go took on the device.
+    too. Else floors and gaps count, in proportion to the model's time for today's copies. Never saved is more
+    than the time idle, but not for another stream, and what the launches that go took on the device.
 
     Returns one row a burst: the columns of `bursts`, launches (afterwards), grouped_us, saved_us, its range
     saved_low_us to saved_high_us (figures at their fast and slow ends, and on the modelled part the error in
