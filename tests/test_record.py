@@ -20,6 +20,7 @@ from lib.workbench.step import OPTIONS
 from tests.stand_in import ROOT, V100, StandIn, record
 
 BYTES = (256, 2**16, 2**22)
+WAYS = ("per_copy", "grouped_foreach")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -41,12 +42,6 @@ def whole(tmp_path_factory):
     recording = recordings.load(path)
     assert status == 0, recording.meta["problems"]
     return recording
-
-
-@pytest.fixture
-def few(monkeypatch):
-    monkeypatch.setattr(record, "WAYS", ("per_copy", "grouped_foreach"))
-    monkeypatch.setattr(record, "TENSORS", (1,))
 
 
 def test_a_full_run_has_every_way_and_says_what_cannot_be_done(whole):
@@ -109,8 +104,9 @@ def test_a_line_cut_short_is_left_out_and_the_rest_stays(whole, tmp_path):
             assert recording.dma_bytes() in (None, *BYTES)
 
 
-def test_whatever_fails_or_ends_a_run_what_was_measured_stays(few, tmp_path, capsys):
+def test_whatever_fails_or_ends_a_run_what_was_measured_stays(tmp_path, capsys, monkeypatch):
     """The first traces fail, then the profiler at the first steps; Ctrl-C in the crossover; out of time."""
+    monkeypatch.setattr(record, "WAYS", WAYS)
     fails = {1: OSError("disk"), 2: RuntimeError("CUPTI is taken"), 6: KeyboardInterrupt()}
     first, status = record.record(StandIn(fails=fails), tmp_path, quick=True)
     assert status == 130 and "CUPTI is taken" in capsys.readouterr().err
@@ -129,7 +125,7 @@ def test_whatever_fails_or_ends_a_run_what_was_measured_stays(few, tmp_path, cap
     assert not any(map(len, recording.tables.values()))
 
 
-def test_a_count_or_an_output_that_differs_is_a_problem_and_printed(few, tmp_path, capsys, monkeypatch):
+def test_a_count_or_an_output_that_differs_is_a_problem_and_printed(tmp_path, capsys, monkeypatch):
     """A device that copies anything from 64 KiB on with a kernel, and a strategy that forgets a field."""
 
     def quirk(launch):
@@ -140,6 +136,7 @@ def test_a_count_or_an_output_that_differs_is_a_problem_and_printed(few, tmp_pat
         step.small.pop("topk_index", None)
         return STRATEGIES["per_copy"](step)
 
+    monkeypatch.setattr(record, "WAYS", WAYS)
     monkeypatch.setitem(STRATEGIES, "grouped_foreach", forgets)
     _, status = record.record(StandIn(quirk), tmp_path, quick=True)
     said = capsys.readouterr().err
