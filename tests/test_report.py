@@ -78,8 +78,7 @@ def test_numbers_tables_claims_failures_and_what_they_stand_on_are_told_in_order
         text = text.partition(words)[2]
     assert page.get_text().count("not run") == 2  # of the headlines
     rows = [[cell.get_text() for cell in row(["td", "th"])] for row in page("tr")]
-    for row in (["strategy", "both"], ["per_copy", "16"], ["host us saved", "12.3", "measured", ""]):
-        assert row in rows
+    assert ["strategy", "both"] in rows and ["host us saved", "12.3", "measured", ""] in rows
     assert ["V100", "1,234"] in rows and ["A100", "yes"] in rows
     assert ["00_first", "ok", "2.0 s", "321 MB"] in rows
     kinds = [kind.get_text() for kind in page("dt")]

@@ -41,11 +41,9 @@ def run(tmp_path, monkeypatch, capsys):
     def run_with(*options: object) -> tuple[int, str, str]:
         given = [*map(str, options), "--output", str(tmp_path / "out")]
         monkeypatch.setattr(sys, "argv", ["run_grid.py", *given])
-        try:
-            status = run_grid.main()
-        except SystemExit as refused:
-            status = refused.code
-        return status, *capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            sys.exit(run_grid.main())
+        return ended.value.code, *capsys.readouterr()
 
     yield run_with
     logging.disable(logging.NOTSET)
@@ -67,8 +65,8 @@ def test_every_point_is_a_row_and_a_rerun_does_only_what_is_missing(tmp_path, ru
         done(function(*tasks[0]))
         raise KeyboardInterrupt
 
-    cells = LOG, PUBLISH, "## Experiment", POINT
-    grid = write_grid(tmp_path, "{size: [1, 3], quick: [true], trace_path: [my.json]}", *cells)
+    parameters = "{size: [1, 3], quick: [true], trace_path: [my.json]}"
+    grid = write_grid(tmp_path, parameters, LOG, PUBLISH, "## Experiment", POINT)
     with monkeypatch.context() as patch:
         patch.setattr(run_grid, "run_here", stopped_after_the_first)
         status, out, _ = run(grid)
@@ -82,15 +80,10 @@ def test_every_point_is_a_row_and_a_rerun_does_only_what_is_missing(tmp_path, ru
     expected["error"] = ["", "In [5]: AssertionError: three"]
     assert table.drop(columns=["seconds", "peak_mb"]).to_dict("list") == expected
 
-    write_grid(tmp_path, "{size: [1, 3, 2], quick: [true], trace_path: [my.json]}")
+    write_grid(tmp_path, parameters.replace("3", "3, 2"))
     run(grid, "--retry-failed")
     assert [*table_of(tmp_path)["size"]] == ["1", "3", "2"]
     assert log_of(tmp_path) == ["1", "2", "3", "3"]
-
-
-def test_the_example_is_a_grid():
-    notebook, points = run_grid.read_grid(ROOT / "notebooks" / "grid_example.yml")
-    assert notebook.parent == ROOT / "notebooks" and len(points) > 1
 
 
 BAD_GRIDS = {  # what is said -> parameters of the grid
@@ -112,7 +105,7 @@ def test_a_bad_grid_is_one_clear_line_and_leaves_nothing_behind(tmp_path, run, s
 
 
 def test_what_cannot_start_is_one_line(tmp_path, run, monkeypatch):
-    grid = write_grid(tmp_path, "{size: [1]}", "size")
+    grid = ROOT / "notebooks" / "grid_example.yml"
     (tmp_path / "out").mkdir()
     with (tmp_path / "out" / "lock").open("wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -42,9 +42,9 @@ def project(tmp_path):
     for name in ("scripts/setup_environment.sh", "pyproject.toml"):
         shutil.copy(ROOT / name, folder / name)
     (folder / "lib/__init__.py").touch()
-    for name in ("bash", "sed", "dirname", "readlink", "env", "rm", "mv", "mkdir", "ln", "flock"):
-        if shutil.which(name):  # a Mac has no flock
-            (folder.parent / "tools" / name).symlink_to(shutil.which(name))
+    names = "bash", "sed", "dirname", "readlink", "env", "rm", "mv", "mkdir", "ln", "flock"
+    for tool in filter(None, map(shutil.which, names)):  # a Mac has no flock
+        (folder.parent / "tools" / Path(tool).name).symlink_to(tool)
     pin(folder, SETUPTOOLS)
     put_tool(folder, "python3", GOOD_PYTHON)
     return folder
@@ -99,7 +99,6 @@ def test_it_is_made_once_and_anew_when_it_is_not_whole_or_pins_or_place_change(p
     put_tool(project, "micromamba", "exit 1")
     project = project.rename(project.with_name("moved"))
     assert "micromamba could not create it" in assert_made(project)
-
     # So does pip for another environment. In plain C Python would not start on the file that it writes.
     next(project.glob(".venv/lib/*/site-packages/workbench.pth")).unlink()
     pip = [PYTHON, "-m", "pip", "--python", ".venv/bin/python", "install", "--no-index"]
