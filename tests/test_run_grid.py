@@ -1,6 +1,5 @@
 """run_grid.py on tiny notebooks, here and on a Dask cluster of this machine."""
 
-import csv
 import fcntl
 import json
 import logging
@@ -10,9 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import run_grid
-from tiny_notebooks import PATIENCE_S, PUBLISH, wait_for, write_notebook
+from tiny_notebooks import PARAMETERS, PATIENCE_S, PUBLISH, wait_for, write_notebook
 
 ROOT = Path(__file__).resolve().parents[1]
 LOG = "with open('log', 'a') as log:\n    log.write(f'{size}\\n')"  # notebooks run in their own folder
@@ -28,7 +28,7 @@ while not os.path.exists('go'):
 
 def write_grid(folder: Path, parameters: str, *cells: str) -> Path:
     if cells:
-        write_notebook(folder / "point.ipynb", *cells)
+        write_notebook(folder / "point.ipynb", *cells, parameters=f"{PARAMETERS}\ntrace_path = ''")
     grid = folder / "grid.yml"
     grid.write_text(f"notebook: point.ipynb\nparameters: {parameters}\n", encoding="utf-8")
     return grid
@@ -41,20 +41,16 @@ def run(tmp_path, monkeypatch, capsys):
     def run_with(*options: object) -> tuple[int, str, str]:
         given = [*map(str, options), "--output", str(tmp_path / "out")]
         monkeypatch.setattr(sys, "argv", ["run_grid.py", *given])
-        try:
-            status = run_grid.main()
-        except SystemExit as refused:
-            status = refused.code
-        return status, *capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            sys.exit(run_grid.main())
+        return ended.value.code, *capsys.readouterr()
 
     yield run_with
     logging.disable(logging.NOTSET)
 
 
-def column(folder: Path, name: str) -> list[str]:
-    """Of the table that a run left."""
-    with (folder / "out" / "table.csv").open(encoding="utf-8", newline="") as file:
-        return [row.get(name) for row in csv.DictReader(file)]
+def table_of(folder: Path) -> pd.DataFrame:
+    return pd.read_csv(folder / "out" / "table.csv", dtype=str, keep_default_na=False)
 
 
 def log_of(folder: Path, name: str = "log") -> list[str]:
@@ -62,32 +58,32 @@ def log_of(folder: Path, name: str = "log") -> list[str]:
     return sorted(log.read_text(encoding="utf-8").splitlines()) if log.exists() else []
 
 
-def test_every_point_is_a_row_and_a_rerun_does_only_what_is_missing(tmp_path, run):
-    grid = write_grid(tmp_path, "{size: [1, 3], quick: [true]}", LOG, PUBLISH, "## Experiment", POINT)
-    status, out, err = run(grid, "--jobs", "2")
-    assert status == 1 and "2 of 2 points done, 1 of them failed" in out, err
-    expected = {"size": ["1", "3"], "quick": ["True"] * 2, "double": ["2", ""], "status": ["ok", "failed"]}
-    expected |= {"on: V100": ["1.5", ""], "error": ["", "In [5]: AssertionError: three"], "table": [None] * 2}
-    assert {name: column(tmp_path, name) for name in expected} == expected
-    assert (tmp_path / "out" / column(tmp_path, "executed")[0]).exists()
-
-    write_grid(tmp_path, "{size: [1, 3, 2], quick: [true]}")
-    run(grid, "--retry-failed")
-    assert column(tmp_path, "size") == ["1", "3", "2"]
-    assert log_of(tmp_path) == ["1", "2", "3", "3"]
-
-
-def test_ctrl_c_keeps_what_is_done(tmp_path, run, monkeypatch):
-    """What it ends, a test of run_all.sh sees: both run notebooks by the same function."""
+def test_every_point_is_a_row_and_a_rerun_does_only_what_is_missing(tmp_path, run, monkeypatch):
+    """The first run is stopped. What that ends, a test of run_all.sh sees: both use the same function."""
 
     def stopped_after_the_first(function, tasks, jobs, done):
         done(function(*tasks[0]))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(run_grid, "run_here", stopped_after_the_first)
-    status, out, _ = run(write_grid(tmp_path, "{size: [1, 2]}", LOG))
+    parameters = "{size: [1, 3], quick: [true], trace_path: [my.json]}"
+    grid = write_grid(tmp_path, parameters, LOG, PUBLISH, "## Experiment", POINT)
+    with monkeypatch.context() as patch:
+        patch.setattr(run_grid, "run_here", stopped_after_the_first)
+        status, out, _ = run(grid)
     assert status == 130 and "1 of 2 points done, 0 of them failed" in out
-    assert column(tmp_path, "size") == log_of(tmp_path) == ["1"]
+    status, out, err = run(grid, "--jobs", "2")
+    assert status == 1 and "2 of 2 points done, 1 of them failed" in out, err
+    table = table_of(tmp_path)
+    assert (tmp_path / "out" / table.pop("executed")[0]).exists()
+    expected = {"size": ["1", "3"], "quick": ["True"] * 2, "trace_path": [str(tmp_path / "my.json")] * 2}
+    expected |= {"double": ["2", ""], "on: V100": ["1.5", ""], "status": ["ok", "failed"]}
+    expected["error"] = ["", "In [5]: AssertionError: three"]
+    assert table.drop(columns=["seconds", "peak_mb"]).to_dict("list") == expected
+
+    write_grid(tmp_path, parameters.replace("3", "3, 2"))
+    run(grid, "--retry-failed")
+    assert [*table_of(tmp_path)["size"]] == ["1", "3", "2"]
+    assert log_of(tmp_path) == ["1", "2", "3", "3"]
 
 
 BAD_GRIDS = {  # what is said -> parameters of the grid
@@ -96,6 +92,7 @@ BAD_GRIDS = {  # what is said -> parameters of the grid
     "size: expected numbers, words, true or false": "{size: [[1]]}",
     "while parsing": "[",
     "expected the two keys notebook and parameters": "{size: [1]}\nnotes: x",
+    "notebook: no file": "{size: [1]}\nnotebook: missing.ipynb",
 }
 
 
@@ -108,9 +105,7 @@ def test_a_bad_grid_is_one_clear_line_and_leaves_nothing_behind(tmp_path, run, s
 
 
 def test_what_cannot_start_is_one_line(tmp_path, run, monkeypatch):
-    grid = write_grid(tmp_path, "{size: [1]}")
-    assert "no file" in run(grid)[-1] and "none.yml" in run("none.yml")[-1]
-    write_grid(tmp_path, "{size: [1]}", "size")
+    grid = ROOT / "notebooks" / "grid_example.yml"
     (tmp_path / "out").mkdir()
     with (tmp_path / "out" / "lock").open("wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -118,15 +113,6 @@ def test_what_cannot_start_is_one_line(tmp_path, run, monkeypatch):
     monkeypatch.setattr(run_grid, "CONNECT_S", 1)
     status, _, err = run(grid, "--scheduler", "tcp://127.0.0.1:9")
     assert status == 1 and "--scheduler tcp://127.0.0.1:9: " in err.splitlines()[-1]
-    assert "Traceback" not in err
-
-
-def test_the_example_is_a_grid_and_its_paths_count_from_it(tmp_path):
-    notebook, points = run_grid.read_grid(ROOT / "notebooks" / "grid_example.yml")
-    assert notebook.parent == ROOT / "notebooks" and len(points) > 1
-    write_notebook(tmp_path / "point.ipynb", parameters="trace_path = ''")
-    _, points = run_grid.read_grid(write_grid(tmp_path, "{trace_path: [my.json]}"))
-    assert points == [{"trace_path": str(tmp_path / "my.json")}]
 
 
 @pytest.fixture
@@ -156,7 +142,7 @@ def test_on_a_cluster_a_dead_worker_loses_nothing_and_a_dead_scheduler_is_told(t
     (tmp_path / "go").touch()
     status, out, err = running.result(PATIENCE_S)
     assert status == 0 and "3 of 3 points done, 0 of them failed" in out, err
-    assert column(tmp_path, "double") == ["2", "4", "6"]
+    assert [*table_of(tmp_path).double] == ["2", "4", "6"]
     assert log_of(tmp_path) == ["1", "2", "3"]  # each ended once
     assert len(log_of(tmp_path, "started")) == 4  # the one that was lost began twice
 

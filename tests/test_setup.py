@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 
@@ -41,9 +42,9 @@ def project(tmp_path):
     for name in ("scripts/setup_environment.sh", "pyproject.toml"):
         shutil.copy(ROOT / name, folder / name)
     (folder / "lib/__init__.py").touch()
-    for name in ("bash", "sed", "dirname", "readlink", "env", "rm", "mv", "mkdir", "ln", "flock"):
-        if shutil.which(name):  # a Mac has no flock
-            (folder.parent / "tools" / name).symlink_to(shutil.which(name))
+    names = "bash", "sed", "dirname", "readlink", "env", "rm", "mv", "mkdir", "ln", "flock"
+    for tool in filter(None, map(shutil.which, names)):  # a Mac has no flock
+        (folder.parent / "tools" / Path(tool).name).symlink_to(tool)
     pin(folder, SETUPTOOLS)
     put_tool(folder, "python3", GOOD_PYTHON)
     return folder
@@ -69,11 +70,14 @@ def set_up(project: Path, **environment: str) -> tuple[int, str, str]:
 
 
 def assert_made(project: Path) -> str:
-    """An environment is made; it finds lib from anywhere and is used without a word from now on."""
-    code, out, err = set_up(project)
-    assert code == 0 and out == f"{project}/.venv/bin/python\n" and "Creating .venv" in err, err
+    """Two set-ups at once make one environment; it finds lib from anywhere, and is used without a word."""
+    with ThreadPoolExecutor() as beside:
+        codes, outs, errs = zip(*beside.map(set_up, [project] * 2))
+    err = "".join(errs)
+    assert codes == (0, 0) and {*outs} == {f"{project}/.venv/bin/python\n"}, err
+    assert err.count("Installing the packages") == 1
     assert_finds_lib(project, PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")  # Chinese in the path, yet no UTF-8
-    assert set_up(project) == (0, out, "")
+    assert set_up(project) == (0, outs[0], "")
     return err
 
 
@@ -90,17 +94,15 @@ def test_it_is_made_once_and_anew_when_it_is_not_whole_or_pins_or_place_change(p
     subprocess.run(["bash", "-c", NO_PIP], cwd=project, check=True)
     assert_made(project)
     pin(project, SETUPTOOLS, f"pip=={version('pip')}")
-    assert_made(project)
-    assert_made(project.rename(project.with_name("moved")))
-
-
-def test_pip_puts_lib_on_the_path_of_another_environment(project):
-    subprocess.run([PYTHON, "-m", "venv", "--without-pip", ".venv"], cwd=project, check=True)
-    [packages] = (project / ".venv" / "lib").glob("python*/site-packages")
-    (packages / "of_this_one.pth").write_text(sysconfig.get_paths()["purelib"], encoding="utf-8")
-    pip = [".venv/bin/python", "-m", "pip", "install", "--no-index", "--no-build-isolation"]
-    subprocess.run([*pip, "--no-deps", "--quiet", "--editable", "."], cwd=project, check=True)
-    # In plain C Python would not even start: pip writes the path, Chinese and all, into a file that it reads.
+    put_tool(project, "micromamba", MICROMAMBA)
+    assert "with micromamba" in assert_made(project)
+    put_tool(project, "micromamba", "exit 1")
+    project = project.rename(project.with_name("moved"))
+    assert "micromamba could not create it" in assert_made(project)
+    # So does pip for another environment. In plain C Python would not start on the file that it writes.
+    next(project.glob(".venv/lib/*/site-packages/workbench.pth")).unlink()
+    pip = [PYTHON, "-m", "pip", "--python", ".venv/bin/python", "install", "--no-index"]
+    subprocess.run([*pip, "--no-build-isolation", "--no-deps", "-q", "-e", "."], cwd=project, check=True)
     assert_finds_lib(project, LC_ALL="C.UTF-8")
 
 
@@ -110,14 +112,6 @@ def test_without_what_makes_environments_it_says_so(project):
         put_tool(project, "python3", python)
         status, out, err = set_up(project)
         assert status == 1 and out == "" and said in err and not (project / ".venv").exists()
-
-
-def test_conda_makes_it_where_it_is_on_the_path_and_python_where_conda_cannot(project):
-    put_tool(project, "micromamba", MICROMAMBA)
-    assert "with micromamba" in assert_made(project)
-    shutil.rmtree(project / ".venv")
-    put_tool(project, "micromamba", "exit 1")
-    assert "micromamba could not create it" in assert_made(project)
 
 
 def test_an_active_environment_that_has_the_pins_is_used_as_it_is(project):
