@@ -2,9 +2,8 @@
 
 The rules are PyTorch's (aten/src/ATen/native/cuda: Copy.cu, MultiTensorApply.cuh; ForeachUtils.h), for CUDA
 builds of torch 2.6 and later; that a kernel over more than 2**31 elements is split is left out. Tensors on
-the CPU count as device memory, unless the partner lies elsewhere: then the copy comes from the host, or goes
-there. A source on `meta` stands for one to come, on its destination's device. To add a kind of launch: a row
-in lib/kinds.py, a branch in `served`.
+the CPU count as device memory, unless the partner lies elsewhere: then as the host's. A source on `meta` is
+one to come, on its destination's device. A new kind of launch: a row in lib/kinds.py, a branch in `served`.
 """
 
 from __future__ import annotations
@@ -57,6 +56,8 @@ def served(call: Call) -> Iterator[tuple]:
         if nbytes:
             kernel = Launch(kind, len(dsts), nbytes, "one kernel for the call")
             yield kernel, range(len(dsts))
+    elif op != "host_copy_":
+        raise ValueError(f"op: expected one of a Call, got {op!r}")
 
 
 def of_copy(dst: Tensor, src: Tensor) -> Iterator[Launch]:

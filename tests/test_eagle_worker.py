@@ -40,12 +40,15 @@ def generate(worker, count):
 
 
 def check_texts(requests):
-    """They are the reference's, each up to the first token that ties within rounding."""
+    """They are the reference's; a first difference is where two tokens tie within rounding, and rare."""
+    ties = []
     for request in requests:
         tokens, leads = reference(tuple(request.prompt))
-        n = request.max_new_tokens
-        end = [*(lead < ROUNDING for lead in leads[:n]), True].index(True)
-        assert len(request.output) == n and request.output[:end] == tokens[:end], bytes(request.prompt)
+        assert len(request.output) == request.max_new_tokens
+        differ = [lead for got, token, lead in zip(request.output, tokens, leads) if got != token]
+        assert not differ or differ[0] < ROUNDING, bytes(request.prompt)
+        ties += differ[:1]
+    assert len(ties) <= 2
 
 
 def check_slots(worker):

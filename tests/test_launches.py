@@ -112,6 +112,8 @@ def test_calls_that_pytorch_refuses():
     unsigned = [torch.zeros(4, dtype=torch.uint16)]
     with pytest.raises(NotImplementedError, match="uint16"):
         launches([Call("foreach", unsigned, [unsigned[0].clone()])])
+    with pytest.raises(ValueError, match="op: expected one of a Call, got 'copy'"):
+        launches([Call("copy", [F32], [F32 + 1])])
     with pytest.raises(ValueError, match="shorter"):
         launches([Call("foreach", [F32, F32], [F32])])
 

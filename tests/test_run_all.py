@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import command_line
 import psutil
 import pytest
 import run_notebooks
@@ -168,3 +169,24 @@ def test_a_bad_option_is_one_clear_line(tmp_path, monkeypatch, capsys, said):
         run_notebooks.main()
     out, err = capsys.readouterr()
     assert out == "" and said in err and err.count("\n") == 1 and not (tmp_path / "run").exists()
+
+
+def test_values_on_the_command_line_are_literals_or_text():
+    values = {"3": 3, "true": True, "[1, (2, 'x')]": [1, [2, "x"]], "a-b": "a-b"}
+    parsed = {text: command_line.parse_value(text) for text in values}
+    assert parsed == values and parsed["true"] is True
+
+
+def test_paths_count_from_where_the_caller_stands(tmp_path):
+    (tmp_path / "there").mkdir()
+    given = {"trace_path": "x/../my.json", "perfetto_path": "", "profile": "v100", "recording": "./there"}
+    kept = {"perfetto_path": "", "profile": "v100"}
+    resolved = {"trace_path": str(tmp_path / "my.json"), "recording": str(tmp_path / "there")}
+    assert command_line.resolve_paths(given, tmp_path) == kept | resolved
+    assert command_line.resolve_paths(resolved, ROOT) == resolved
+
+
+@pytest.mark.parametrize("text", ["a\x1b[2Jb", "a\r\nb", "a\u202eb", "a\x07b", "a\udce4b"])
+def test_plain_text_holds_nothing_that_a_terminal_obeys(text):
+    plain = command_line.plain(text)
+    assert plain.isprintable() and plain[0] == "a" and plain[-1] == "b"

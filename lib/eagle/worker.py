@@ -87,9 +87,8 @@ class EagleWorker:
     new request, "draft copy", "draft replay", "verify", "extend copy" and "extend replay"; what they leave is
     the loop itself. `tree` and `accepted` are what that step drafted, and which nodes it kept.
 
-    A request owns a row of `req_to_token`: the slots of its committed tokens, then those to work in. A step
-    changes the order of the latter alone; they are committed with the text, when all went well: an error or
-    an interrupt leaves requests as they were.
+    A request owns a row of `req_to_token`: slots of its committed tokens, then those to work in. A step orders
+    the latter anew, and commits with the text at its end: an error or interrupt leaves requests as they were.
     """
 
     def __init__(

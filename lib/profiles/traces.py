@@ -140,7 +140,7 @@ def load_trace(path: str | Path, python: bool = False) -> pd.DataFrame:
     Of the complete events (`ph` "X") those are left out, and counted in `attrs["left_out"]`, that cannot be
     read or placed: a field of another type, no usable time, duration, stream or thread, a category not in
     CATEGORIES. python: read the frames of Python functions, too. A gzip file may hold 2 GiB of text. Raises
-    OSError if there is no such file, ValueError for a folder, damage, another format, no event to be read.
+    OSError: no such file; ValueError: a folder, damage, another format, an endless time, no event to be read.
     """
     path = Path(path)
     advice = ADVICE.get("folder" if path.is_dir() else path.suffix)
