@@ -87,7 +87,7 @@ class EagleWorker:
     new request, "draft copy", "draft replay", "verify", "extend copy" and "extend replay"; what they leave is
     the loop itself. `tree` and `accepted` are what that step drafted, and which nodes it kept.
 
-    A request owns a row of `req_to_token`: slots of its committed tokens, then those to work in. A step orders
+    A request owns a row of `req_to_token`: slots of its committed tokens, then those to use. A step orders
     the latter anew, and commits with the text at its end: an error or interrupt leaves requests as they were.
     """
 
